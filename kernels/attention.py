@@ -1,0 +1,122 @@
+"""Softmax attention over keys and values that are given whole, or read block by block with a running softmax.
+
+Both take grouped queries: G query heads share one of K key/value heads. A query may see slots 0..limit of its own row:
+
+    limit [B, T]       count = 2, start = 1, T = 4      slot  0 1 2 3
+    query 0  -> 1                                             x x . .
+    query 1  -> 2                                             x x x .
+    query 2  -> -1  (padding: sees nothing, returns 0)        . . . .
+    query 3  -> -1                                            . . . .
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+_MASKED = -1e30  # finite: a row with nothing to see must not give inf - inf
+_QUERY_BLOCK = 256
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, limit: jax.Array, scale: float) -> jax.Array:
+    """The reference: scores of all keys at once.
+
+    Args:
+      q: [B, T, N, H]; k: [B, S, K, H]; v: [B, S, K, Hv].
+      limit: int32 [B, T], the last slot that each query sees; -1 sees none.
+      scale: multiplies the scores.
+
+    Returns:
+      [B, T, N, Hv] in q's dtype; 0 where a query sees nothing.
+    """
+    B, T, N, _ = q.shape
+    K = k.shape[2]
+    grouped = q.reshape(B, T, K, N // K, -1).astype(jnp.float32)
+    seen = (jnp.arange(k.shape[1]) <= limit[..., None])[:, None, None]  # [B, 1, 1, T, S]
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k.astype(jnp.float32)) * scale
+    scores = jnp.where(seen, scores, _MASKED)
+    weights = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(jnp.float32))
+    return out.reshape(B, T, N, -1).astype(q.dtype)
+
+
+def blockwise_attention(
+    q: jax.Array, read: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]], block: int, limit: jax.Array, scale: float
+) -> jax.Array:
+    """Attention over keys that are read a block at a time, with a running maximum and sum (Milakov & Gimelshein 2018,
+    arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135). Its cost follows `limit`, not the capacity: blocks past the last
+    visible slot are never read, and a block of queries reads only what the last of them sees.
+
+    Args:
+      q: [B, T, N, H].
+      read: block index (traced) -> (k [B, K, C, H], v [B, K, C, Hv], slots int32 [C]); a slot may be given by two blocks,
+        then the first counts.
+      block: C, slots per block.
+      limit: int32 [B, T], the last slot that each query sees; -1 sees none.
+      scale: multiplies the scores.
+
+    Returns:
+      [B, T, N, Hv] in q's dtype; 0 where a query sees nothing.
+    """
+    B, T, N, H = q.shape
+    if T <= _QUERY_BLOCK:
+        return _query_block(q, read, block, limit, scale)
+    blocks = -(-T // _QUERY_BLOCK)
+    pad = blocks * _QUERY_BLOCK - T
+    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(B, blocks, _QUERY_BLOCK, N, H)
+    limit = jnp.pad(limit, ((0, 0), (0, pad)), constant_values=-1).reshape(B, blocks, _QUERY_BLOCK)
+    out = jax.lax.map(lambda part: _query_block(part[0], read, block, part[1], scale), (q.swapaxes(0, 1), limit.swapaxes(0, 1)))
+    return out.swapaxes(0, 1).reshape(B, blocks * _QUERY_BLOCK, N, -1)[:, :T]
+
+
+def _query_block(q, read, block, limit, scale):
+    B, T, N, H = q.shape
+    first_k, first_v, _ = jax.eval_shape(read, jax.ShapeDtypeStruct((), jnp.int32))
+    K, Hv = first_k.shape[1], first_v.shape[3]
+    G = N // K
+    # Queries of one KV head are rows of one matrix, so that each block costs two dots per (row, KV head).
+    queries = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H) * scale
+    limits = jnp.tile(limit, (1, G))[:, None, :, None]  # [B, 1, G*T, 1]
+    bound = (jnp.max(limit) + block) // block  # blocks that hold a visible slot
+
+    def step(index, state):
+        top, total, out = state
+        k, v, slots = read(index)
+        seen = (slots <= limits) & (slots >= index * block)  # [B, 1, G*T, C]
+        # What lies past the held tokens is garbage, perhaps nan: 0 * nan would leak through the product with v.
+        held = (slots <= jnp.max(limit, axis=1)[:, None])[:, None, :, None]
+        scores = jnp.where(seen, _scores(queries, k), _MASKED)
+        new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+        weights = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
+        shrink = jnp.exp(top - new_top)
+        mixed = _mix(weights.astype(q.dtype), jnp.where(held, v, 0))
+        return new_top, total * shrink + weights.sum(-1, keepdims=True), out * shrink + mixed
+
+    state = (
+        jnp.full((B, K, G * T, 1), _MASKED, jnp.float32),
+        jnp.zeros((B, K, G * T, 1), jnp.float32),
+        jnp.zeros((B, K, G * T, Hv), jnp.float32),
+    )
+    _, total, out = jax.lax.fori_loop(0, bound, step, state)
+    out = (out / jnp.maximum(total, 1e-30)).reshape(B, K, G, T, Hv).transpose(0, 3, 1, 2, 4)
+    return out.reshape(B, T, N, Hv).astype(q.dtype)
+
+
+def _dot(x, y, contract):
+    dims = (contract, ((0, 1), (0, 1)))
+    # As in kernels.matmul: the CPU backend's dot is fast in f32 only.
+    return jax.lax.platform_dependent(
+        x,
+        y,
+        cpu=lambda x, y: jax.lax.dot_general(x.astype(jnp.float32), y.astype(jnp.float32), dims),
+        default=lambda x, y: jax.lax.dot_general(x, y.astype(x.dtype), dims, preferred_element_type=jnp.float32),
+    )
+
+
+def _scores(queries, k):  # [B, K, R, H], [B, K, C, H] -> [B, K, R, C]
+    return _dot(queries, k, ((3,), (3,)))
+
+
+def _mix(weights, v):  # [B, K, R, C], [B, K, C, Hv] -> [B, K, R, Hv]
+    return _dot(weights, v, ((3,), (2,)))

@@ -1,0 +1,6 @@
+"""Floor 2: the KV cache, every kind behind one method: `layer.attend(query, new, step, spec) -> out, new layer`."""
+
+from kv.cache import Cache, bytes_per_token, fresh, init, nbytes
+from kv.types import AttentionSpec, Format, KeyValue, LayerSpec, Query, Step
+
+__all__ = ["AttentionSpec", "Cache", "Format", "KeyValue", "LayerSpec", "Query", "Step", "bytes_per_token", "fresh", "init", "nbytes"]

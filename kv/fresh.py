@@ -1,0 +1,20 @@
+"""The kind that stores nothing: the full forward is the model over `Fresh`, and the laws compare every cache with it."""
+
+import jax
+from flax import struct
+
+from kernels import attention
+from kv.types import AttentionSpec, KeyValue, Query, Step
+
+
+class Fresh(struct.PyTreeNode):
+    """Attention among the call's own tokens, all scores at once: memory grows with T squared."""
+
+    layer: jax.Array | int | None = None
+
+    def attend(self, query: Query, new: KeyValue, step: Step, spec: AttentionSpec) -> tuple[jax.Array, "Fresh"]:
+        """Same contract as `Dense.attend`; `step.start` must be 0 and `new` must be given, since nothing is held."""
+        return attention(query.q, new.k, new.v, step.limit(query.q.shape[1]), spec.scale), self
+
+    def logical_axes(self) -> "Fresh":
+        return self

@@ -1,0 +1,66 @@
+"""The Transformer, read top to bottom."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+import kv
+from kernels import matmul
+from model.config import ModelConfig
+from model.layers import Block, RMSNorm, rope_table
+from model.weights import scaled_normal, weight
+from sharding import axes
+
+
+class Transformer(nn.Module):
+    """Tokens in, logits out; the cache goes through.
+
+    Attributes:
+      config: what the model is.
+      dtype: the number format of activations (`--compute`). Norms, softmax, rotations and logits are f32 in any case.
+    """
+
+    config: ModelConfig
+    dtype: jnp.dtype = jnp.dtype(jnp.float32)
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, step: kv.Step, cache: kv.Cache, logits: str = "last") -> tuple[jax.Array, kv.Cache]:
+        """Args: tokens int32 [B, T], any value where padded. Returns: f32 [B, V] at each row's last token, or [B, T, V] of all."""
+        c = self.config
+        embedding = weight(self, "embedding", (c.vocab_size, c.width), (axes.VOCAB, axes.EMBED), scaled_normal(0))
+        x = jnp.take(embedding, tokens, axis=0, mode="clip").astype(self.dtype)  # [B, T, D]
+        positions = step.positions(tokens.shape[1])
+        ropes = {
+            layer.attention.rope: rope_table(layer.attention.rope, layer.attention.head_dim, positions)
+            for layer in c.layers
+            if layer.attention.rope is not None
+        }
+        for number, layer in enumerate(c.layers):
+            x, view = Block(layer, c.norm_eps, name=f"layer_{number}")(x, ropes, step, cache.layer(number))
+            cache = cache.with_layer(number, view)
+        if logits == "last":
+            x = jnp.take_along_axis(x, jnp.maximum(step.count - 1, 0)[:, None, None], axis=1)[:, 0]  # [B, D]
+        x = RMSNorm(c.norm_eps, name="final_norm")(x)
+        if c.tie_embeddings:
+            head = embedding.T
+        else:
+            head = weight(self, "head", (c.width, c.vocab_size), (axes.EMBED, axes.VOCAB), scaled_normal(1))
+        return matmul(x, head).astype(jnp.float32), cache
+
+
+def abstract_params(config: ModelConfig) -> Any:
+    """The parameter tree without values: a `flax.linen.Partitioned` per weight, its `value` a f32 `jax.ShapeDtypeStruct`,
+    its `names` the logical axes. Initialisation, shardings, checkpoint mappings and byte counts derive from it."""
+    return jax.eval_shape(lambda: _boxed_params(config, jax.random.key(0)))
+
+
+def init_params(config: ModelConfig, seed: int = 0, dtype: jnp.dtype = jnp.float32) -> Any:
+    """Random weights in `dtype`, for tests and benchmarks."""
+    return jax.tree.map(lambda value: value.astype(dtype), nn.meta.unbox(_boxed_params(config, jax.random.key(seed))))
+
+
+def _boxed_params(config: ModelConfig, key: jax.Array) -> Any:
+    step = kv.Step(rows=None, start=jnp.zeros((1,), jnp.int32), count=jnp.ones((1,), jnp.int32))
+    return Transformer(config).init(key, jnp.zeros((1, 1), jnp.int32), step, kv.fresh(config, 1))["params"]

@@ -1,0 +1,51 @@
+"""What JAX runs on: default number formats, and the compilation cache on disk."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+
+from runtime.errors import UserError
+from runtime.paths import cache_dir
+
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+def platform() -> str:
+    """`cpu`, `gpu` or `tpu`: where an array without a sharding of its own is put."""
+    return jax.default_backend()
+
+
+def resolve_dtype(flag: str, name: str) -> jnp.dtype:
+    """The number format that a flag value names.
+
+    Args:
+      flag: the flag's name, for the error.
+      name: `auto` (f32 on CPU, where bf16 has no fast dot; bf16 elsewhere), `f32` or `bf16`.
+
+    Raises:
+      UserError: another name.
+    """
+    if name == "auto":
+        return jnp.dtype(jnp.float32 if platform() == "cpu" else jnp.bfloat16)
+    if name not in DTYPES:
+        raise UserError(f"--{flag}={name} is not known: use one of auto, {', '.join(DTYPES)}")
+    return jnp.dtype(DTYPES[name])
+
+
+def enable_compilation_cache() -> None:
+    """Keeps executables in the user's cache folder, so that a second start compiles nothing.
+
+    A folder that can't be written leaves the cache off: the run is slower to start, not wrong. `JAX_COMPILATION_CACHE_DIR` wins.
+    """
+    if jax.config.jax_compilation_cache_dir:
+        return
+    folder = cache_dir() / "xla"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    if os.access(folder, os.W_OK):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

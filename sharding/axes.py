@@ -1,0 +1,19 @@
+"""Logical axis names: every weight and cache array says what its axes are; a rule table maps them to mesh axes.
+
+The single letters are the house alphabet that comments and einsums use.
+"""
+
+BATCH = "batch"  # B: rows of the batch
+SLOTS = "slots"  # S: cache slots of a row
+LAYERS = "layers"  # L: a stack over layers; never sharded
+VOCAB = "vocab"  # V
+EMBED = "embed"  # D: the model's width
+KV_HEADS = "kv_heads"  # K
+Q_PER_KV = "q_per_kv"  # G: query heads that share one KV head
+QKV = "qkv"  # G + 2: the query heads of one KV head, then its key, then its value
+HEAD_DIM = "head_dim"  # H
+GATE_UP = "gate_up"  # 2: gate, up
+MLP = "mlp"  # F
+NORM = "norm"  # a norm's scale, over the width
+
+AXES = frozenset({BATCH, SLOTS, LAYERS, VOCAB, EMBED, KV_HEADS, Q_PER_KV, QKV, HEAD_DIM, GATE_UP, MLP, NORM})
