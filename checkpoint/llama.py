@@ -55,10 +55,7 @@ def config(file: GGUFFile) -> ModelConfig:
 
 
 def params(config: ModelConfig, read: Read) -> dict[str, Any]:
-    """The parameter tree, tensors read one at a time as the tree is built.
-
-    Yields nothing itself: leaves are functions without arguments, so that the caller decides when each is read and where it goes.
-    """
+    """The parameter tree with a function in each weight's place that reads it, so that the caller can take them one at a time."""
     tree: dict[str, Any] = {
         "embedding": lambda: read("token_embd.weight"),
         "final_norm": {"scale": lambda: read("output_norm.weight")},

@@ -1,0 +1,26 @@
+"""Floor 5: samplers, the decode loop, and generation at the level of text."""
+
+from sampling.generate import Completion, Piece, Timing, TokenLogprobs, generate, stream
+from sampling.language_model import DEFAULT_MODEL, LanguageModel, load
+from sampling.loop import DecodeState, Sampled, decode, first_token
+from sampling.options import SamplingOptions, SamplingParams
+from sampling.sample import sample
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "Completion",
+    "DecodeState",
+    "LanguageModel",
+    "Piece",
+    "Sampled",
+    "SamplingOptions",
+    "SamplingParams",
+    "Timing",
+    "TokenLogprobs",
+    "decode",
+    "first_token",
+    "generate",
+    "load",
+    "sample",
+    "stream",
+]

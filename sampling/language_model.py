@@ -1,0 +1,111 @@
+"""A model with its tokenizer and number formats, ready to generate."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import checkpoint
+import kv
+from model import ModelConfig, Transformer
+from runtime import UserError, platform, resolve_dtype
+from tokenizer import Tokenizer, tokenizer_from_gguf
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LanguageModel:
+    """All that generation needs; build it with `load`, or from your own parts."""
+
+    name: str
+    model: Transformer
+    params: Any = dataclasses.field(repr=False)
+    tokenizer: Tokenizer = dataclasses.field(repr=False)
+    kv_format: kv.Format
+    load_seconds: float = 0.0
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one decode step reads: all, but of an embedding that is not also the head only a row per token."""
+        total = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+        return total if self.config.tie_embeddings else total - self.params["embedding"].nbytes
+
+    def encode(self, prompt: Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:
+        """The token ids of a prompt.
+
+        Args:
+          prompt: text (the user's turn of a chat where the model has a chat template), messages of a chat, or token ids as they are.
+          raw: take text as it is, without the chat template.
+          system: the system message of the chat; replaces none that `prompt` holds.
+
+        Raises:
+          UserError: an empty prompt, ids outside the vocabulary, a chat for a model without template, system with raw.
+        """
+        if not prompt:
+            raise UserError("the prompt is empty: give at least one character")
+        if isinstance(prompt, str):
+            if raw or self.tokenizer.chat is None:
+                if system is not None:
+                    raise UserError("a system message needs the chat template: leave out --system, or --raw")
+                return self.tokenizer.encode(prompt)
+            prompt = [{"role": "user", "content": prompt}]
+        if all(isinstance(item, int) for item in prompt):
+            if bad := [item for item in prompt if not 0 <= item < self.config.vocab_size]:
+                raise UserError(f"token id {bad[0]} is not in the vocabulary: ids go from 0 to {self.config.vocab_size - 1}")
+            return list(prompt)
+        if raw:
+            raise UserError("messages need the chat template: leave out --raw, or give a plain prompt")
+        messages = list(prompt)
+        if system is not None:
+            if isinstance(messages[0], Mapping) and messages[0].get("role") == "system":
+                raise UserError("the messages hold a system message already: leave out --system")
+            messages = [{"role": "system", "content": system}, *messages]
+        return self.tokenizer.encode_chat(messages)
+
+
+def load(
+    name: str | os.PathLike[str] = DEFAULT_MODEL, *, weights: str = "auto", compute: str = "auto", kv_dtype: str = "auto"
+) -> LanguageModel:
+    """Fetches (the first time), reads and prepares a model.
+
+    Args:
+      name: a preset's name, or the path of a .gguf file.
+      weights: storage of weights: auto (f32 on CPU, bf16 elsewhere), f32, bf16.
+      compute: of activations, likewise.
+      kv_dtype: of the KV cache, likewise.
+
+    Raises:
+      UserError: no such model, no network, a damaged file, an unknown format; one line with the remedy.
+    """
+    # Names first: a typing error should not cost a download.
+    weight_dtype, dtype, cache_dtype = (
+        resolve_dtype(flag, value) for flag, value in (("weights", weights), ("compute", compute), ("kv", kv_dtype))
+    )
+    path = checkpoint.resolve(name)
+    began = time.perf_counter()
+    loaded = checkpoint.load(path, weight_dtype)
+    tokenizer = tokenizer_from_gguf(loaded.metadata)
+    if tokenizer.vocab_size > loaded.config.vocab_size:
+        raise UserError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model {loaded.config.vocab_size} rows of embedding: "
+            "the file is damaged; download it again"
+        )
+    jax.block_until_ready(loaded.params)
+    return LanguageModel(
+        name=str(name),
+        model=Transformer(loaded.config, jnp.dtype(dtype)),
+        params=loaded.params,
+        tokenizer=tokenizer,
+        kv_format=kv.Format.for_platform(platform(), cache_dtype),
+        load_seconds=time.perf_counter() - began,
+    )

@@ -1,0 +1,144 @@
+"""The decode loop: `steps` tokens per row in one dispatch, a `lax.scan` with cache and state as its carry."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+import kv
+from model import Transformer
+from model.steps import decode_step_
+from runtime import program
+from sampling.options import SamplingParams
+from sampling.sample import sample
+
+RUNNING, STOP, LENGTH, CAPACITY = 0, 1, 2, 3  # why a row ended: an end-of-sequence token, max_new_tokens, a full cache row
+
+
+class DecodeState(struct.PyTreeNode):
+    """What decoding needs to know of every row besides its cache."""
+
+    tokens: jax.Array  # int32 [B], sampled but not in the cache yet
+    finish: jax.Array  # int32 [B], RUNNING or why the row ended; rows without a request have ended
+    remaining: jax.Array  # int32 [B], tokens that it may still sample
+    seen: jax.Array  # bool [B, V], tokens of its prompt
+    counts: jax.Array  # int32 [B, V], tokens of its answer
+
+    @classmethod
+    def init(cls, batch: int, vocab_size: int) -> "DecodeState":
+        """No row has a request."""
+        return cls(
+            tokens=jnp.zeros((batch,), jnp.int32),
+            finish=jnp.full((batch,), STOP, jnp.int32),
+            remaining=jnp.zeros((batch,), jnp.int32),
+            seen=jnp.zeros((batch, vocab_size), bool),
+            counts=jnp.zeros((batch, vocab_size), jnp.int32),
+        )
+
+
+class Sampled(struct.PyTreeNode):
+    """What a dispatch sampled. `n` is the static `logprobs`; the last three are None where it is None."""
+
+    tokens: jax.Array  # int32 [steps, B], -1 once a row has ended
+    finish: jax.Array  # int32 [steps, B], as in `DecodeState`, after this token
+    logprobs: jax.Array | None = None  # f32 [steps, B], of the chosen token
+    top_tokens: jax.Array | None = None  # int32 [steps, B, n], likeliest first
+    top_logprobs: jax.Array | None = None  # f32 [steps, B, n]
+
+
+@program(static=("logprobs",), donated=("state",))
+def first_token(
+    state: DecodeState,
+    sampling: SamplingParams,
+    logits: jax.Array,
+    row: jax.Array,
+    seen: jax.Array,
+    remaining: jax.Array,
+    position: jax.Array,
+    capacity: jax.Array,
+    logprobs: int | None = None,
+) -> tuple[Sampled, DecodeState]:
+    """Starts a request in `row`: samples its first token from what `prefill` returned.
+
+    Args:
+      state: donated.
+      sampling: of all B rows.
+      logits: f32 [1, V], at the prompt's last token.
+      row: int32 scalar.
+      seen: bool [V], tokens of the whole prompt, whether prefilled now or held from before.
+      remaining: int32 scalar, max_new_tokens.
+      position: int32 scalar, the tokens that the row holds.
+      capacity: int32 scalar, of the cache.
+      logprobs: static; how many of the likeliest tokens to report, None reports no log-probabilities.
+
+    Returns:
+      `Sampled` with steps == 1, B == 1, and the state.
+    """
+    alone = jax.tree.map(lambda leaf: leaf[row][None], sampling)
+    one = DecodeState.init(1, logits.shape[1]).replace(finish=jnp.zeros((1,), jnp.int32), seen=seen[None], remaining=remaining[None])
+    token = sample(logits, alone, position[None], one.seen, one.counts)
+    one = _advance(one, token, alone, position[None] >= capacity)
+    state = jax.tree.map(lambda all_rows, new: all_rows.at[row].set(new[0]), state, one)
+    return jax.tree.map(lambda leaf: leaf[None], _sampled(token, one, logits, logprobs)), state
+
+
+@program(static=("model", "steps", "logprobs"), donated=("cache", "state"), weights=("params",))
+def decode(
+    model: Transformer,
+    params: Any,
+    cache: kv.Cache,
+    state: DecodeState,
+    sampling: SamplingParams,
+    steps: int,
+    logprobs: int | None = None,
+) -> tuple[Sampled, DecodeState, kv.Cache]:
+    """Up to `steps` tokens per row. Rows that end on the way are idle for the rest: they write nothing.
+
+    Args:
+      model: static.
+      params: the parameter tree.
+      cache: donated; state: donated.
+      sampling: per row.
+      steps: static; tokens per dispatch.
+      logprobs: static; how many of the likeliest tokens to report, None reports no log-probabilities.
+
+    Returns:
+      What was sampled, the state, and the cache.
+    """
+
+    def step(carry: tuple[DecodeState, kv.Cache], _: None) -> tuple[tuple[DecodeState, kv.Cache], Sampled]:
+        state, cache = carry
+        running = state.finish == RUNNING
+        logits, cache = decode_step_(model, params, cache, jnp.where(running, state.tokens, -1))
+        token = sample(logits, sampling, cache.lengths, state.seen, state.counts)
+        token = jnp.where(running, token, -1)
+        state = _advance(state, token, sampling, cache.lengths >= cache.capacity)
+        return (state, cache), _sampled(token, state, logits, logprobs)
+
+    (state, cache), sampled = jax.lax.scan(step, (state, cache), None, length=steps)
+    return sampled, state, cache
+
+
+def _advance(state: DecodeState, token: jax.Array, sampling: SamplingParams, full: jax.Array) -> DecodeState:
+    """The state after every running row sampled `token` (-1 in the others)."""
+    running = state.finish == RUNNING
+    remaining = state.remaining - running
+    ends = jnp.any(token[:, None] == sampling.stop_tokens, axis=-1)
+    reason = jnp.where(ends, STOP, jnp.where(remaining <= 0, LENGTH, jnp.where(full, CAPACITY, RUNNING)))
+    at = jnp.where(running, token, state.counts.shape[1])  # rows that have ended count nothing
+    return state.replace(
+        tokens=jnp.where(running, token, state.tokens),
+        finish=jnp.where(running, reason, state.finish),
+        remaining=remaining,
+        counts=state.counts.at[jnp.arange(token.shape[0]), at].add(1, mode="drop"),
+    )
+
+
+def _sampled(token: jax.Array, state: DecodeState, logits: jax.Array, logprobs: int | None) -> Sampled:
+    if logprobs is None:
+        return Sampled(tokens=token, finish=state.finish)
+    all_logprobs = jax.nn.log_softmax(logits, axis=-1)  # [B, V]
+    chosen = jnp.take_along_axis(all_logprobs, jnp.maximum(token, 0)[:, None], axis=-1)[:, 0]
+    top_logprobs, top_tokens = jax.lax.top_k(all_logprobs, logprobs)
+    return Sampled(tokens=token, finish=state.finish, logprobs=chosen, top_tokens=top_tokens.astype(jnp.int32), top_logprobs=top_logprobs)
