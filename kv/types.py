@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 
@@ -47,13 +48,13 @@ class Format:
         1.7 times faster; on TPU, whose tiles are the last two axes, the latter appends without a temporary of the cache's size.
     """
 
-    dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable
     slot_axis: int = 3
 
     @classmethod
-    def for_platform(cls, platform: str, dtype: jnp.dtype) -> "Format":
+    def for_platform(cls, platform: str, dtype: np.dtype) -> "Format":
         """The memory order that suits `cpu`, `gpu` or `tpu`."""
-        return cls(dtype=jnp.dtype(dtype), slot_axis=3 if platform == "cpu" else 2)
+        return cls(dtype=np.dtype(dtype), slot_axis=3 if platform == "cpu" else 2)
 
 
 class Step(struct.PyTreeNode):

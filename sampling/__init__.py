@@ -1,6 +1,7 @@
 """Floor 5: samplers, the decode loop, and generation at the level of text."""
 
-from sampling.generate import Completion, Piece, Timing, TokenLogprobs, generate, stream
+from sampling.conversation import Conversation
+from sampling.generate import Completion, Piece, Timing, TokenLogprobs, generate, generate_each, stream
 from sampling.language_model import DEFAULT_MODEL, LanguageModel, load
 from sampling.loop import DecodeState, Sampled, decode, first_token
 from sampling.options import SamplingOptions, SamplingParams
@@ -9,6 +10,7 @@ from sampling.sample import sample
 __all__ = [
     "DEFAULT_MODEL",
     "Completion",
+    "Conversation",
     "DecodeState",
     "LanguageModel",
     "Piece",
@@ -20,6 +22,7 @@ __all__ = [
     "decode",
     "first_token",
     "generate",
+    "generate_each",
     "load",
     "sample",
     "stream",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -157,7 +157,7 @@ class Clock:
 
 
 def run(batch: Batch, answers: dict[int, Answer], *, run_ahead: int = 1) -> Iterator[tuple[int, str]]:
-    """Decodes until every answer has its end: yields (row, text) as text becomes certain.
+    """Decodes until every answer has its end: yields (row, text) as text becomes certain, and when an answer ends.
 
     The next dispatch is under way before the last one's tokens are read, so the device does not wait for the host; `run_ahead` is how
     many are. What they decode after a row's end is dropped.
@@ -169,8 +169,10 @@ def run(batch: Batch, answers: dict[int, Answer], *, run_ahead: int = 1) -> Iter
         sampled = batch.read()
         seconds = clock.lap()
         for row, answer in answers.items():
-            if answer.finish_reason is None and (text := answer.take(sampled, row, seconds)):
-                yield row, text
+            if answer.finish_reason is None:
+                text = answer.take(sampled, row, seconds)
+                if text or answer.finish_reason is not None:
+                    yield row, text
     batch.pending.clear()
 
 
@@ -204,8 +206,20 @@ def stream(
 
 
 def generate(
+    lm: LanguageModel, prompts: Prompt | Sequence[Prompt], options: SamplingOptions | Sequence[SamplingOptions] | None = None, **kwargs: Any
+) -> Completion | list[Completion]:
+    """Whole answers: of one prompt, or a list of them for a list of prompts.
+
+    Args and Raises: as in `generate_each`, which gives answers as they end.
+    """
+    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer, Mapping)))
+    answers = dict(generate_each(lm, [prompts] if one else prompts, options, **kwargs))
+    return answers[0] if one else [answers[index] for index in sorted(answers)]
+
+
+def generate_each(
     lm: LanguageModel,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Sequence[Prompt],
     options: SamplingOptions | Sequence[SamplingOptions] | None = None,
     *,
     raw: bool = False,
@@ -214,12 +228,12 @@ def generate(
     capacity: int | None = None,
     steps: int = STEPS,
     **changes: Any,
-) -> Completion | list[Completion]:
-    """Whole answers: of one prompt, or a list of them for a list of prompts, decoded `batch_size` at a time.
+) -> Iterator[tuple[int, Completion]]:
+    """Answers of many prompts, as they end: (index of the prompt, answer). `batch_size` of them decode together.
 
     Args:
       lm: from `load`.
-      prompts: one prompt (text, messages, token ids) or a list of prompts.
+      prompts: each text, messages, or token ids.
       options: for all prompts, or one per prompt; `changes` are fields by name (`temperature=0.8`).
       raw, system: as in `LanguageModel.encode`.
       batch_size: rows that decode together.
@@ -229,22 +243,25 @@ def generate(
     Raises:
       UserError: before anything is generated.
     """
-    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, np.integer, dict)))
-    prompts = [prompts] if one else list(prompts)
     if not isinstance(options, Sequence):
         options = [options or SamplingOptions()] * len(prompts)
     if len(options) != len(prompts):
         raise UserError(f"there are {len(prompts)} prompts but {len(options)} options: give one for all, or one for each")
     options = [dataclasses.replace(option, **changes) for option in options]
     tokens = [lm.encode(prompt, raw=raw, system=system) for prompt in prompts]
-    completions = [
-        piece.completion
-        for batch in _batches(lm, tokens, options, batch_size, capacity, steps)
-        for _, piece in sorted(
-            ((row, piece) for row, piece in _pieces(lm, *batch) if piece.completion is not None), key=lambda item: item[0]
-        )
-    ]
-    return completions[0] if one else completions
+    groups = _batches(lm, tokens, options, batch_size, capacity, steps)
+    return (
+        (number * batch_size + row, piece.completion)
+        for number, group in enumerate(groups)
+        for row, piece in _pieces(lm, *group)
+        if piece.completion is not None
+    )
+
+
+def check_capacity(lm: LanguageModel, capacity: int) -> None:
+    """Raises: UserError, unless a row may have this many cache slots."""
+    if not 1 <= capacity <= lm.config.context_length:
+        raise UserError(f"capacity {capacity} is out of range: give 1 to {lm.config.context_length}, the model's context")
 
 
 def _batches(
@@ -258,8 +275,7 @@ def _batches(
     if capacity is None:
         need = max((len(ids) + option.max_new_tokens for ids, option in zip(tokens, options, strict=True)), default=1)
         capacity = plan_capacity(need, context)
-    elif not 1 <= capacity <= context:
-        raise UserError(f"capacity {capacity} is out of range: give 1 to {context}, the model's context")
+    check_capacity(lm, capacity)
     if longest > capacity:
         remedy = "shorten it" if capacity == context else f"shorten it or give a capacity of at least {longest + 1}"
         limit = f"the model's context is {context}" if capacity == context else f"the cache holds {capacity} per row"
@@ -291,10 +307,5 @@ def _pieces(lm: LanguageModel, batch: Batch, tokens: list[list[int]], options: l
         text = answers[row].take(batch.start(row, ids, option), 0, clock.lap())
         if text or answers[row].finish_reason:
             yield piece(row, text)
-    told = {row for row, answer in answers.items() if answer.finish_reason}
     for row, text in run(batch, answers):
         yield piece(row, text)
-        if answers[row].finish_reason:
-            told.add(row)
-    for row in answers.keys() - told:  # the last token brought no text
-        yield piece(row, "")

@@ -1,4 +1,4 @@
-"""The decode loop: `steps` tokens per row in one dispatch, a `lax.scan` with cache and state as its carry."""
+"""The decode loop: up to `steps` tokens per row in one dispatch, with cache and state as the loop's carry."""
 
 from typing import Any
 
@@ -107,16 +107,30 @@ def decode(
       What was sampled, the state, and the cache.
     """
 
-    def step(carry: tuple[DecodeState, kv.Cache], _: None) -> tuple[tuple[DecodeState, kv.Cache], Sampled]:
-        state, cache = carry
+    def step(state: DecodeState, cache: kv.Cache) -> tuple[DecodeState, kv.Cache, Sampled]:
         running = state.finish == RUNNING
         logits, cache = decode_step_(model, params, cache, jnp.where(running, state.tokens, -1))
         token = sample(logits, sampling, cache.lengths, state.seen, state.counts)
         token = jnp.where(running, token, -1)
         state = _advance(state, token, sampling, cache.lengths >= cache.capacity)
-        return (state, cache), _sampled(token, state, logits, logprobs)
+        return state, cache, _sampled(token, state, logits, logprobs)
 
-    (state, cache), sampled = jax.lax.scan(step, (state, cache), None, length=steps)
+    # A while loop and not a scan: it ends with the last row, so that a dispatch that was sent ahead of the tokens that end a batch
+    # costs nothing. (A `lax.cond` around a scanned step would copy the cache: its branches do not share the carry's buffers.)
+    def more(carry: tuple[jax.Array, DecodeState, kv.Cache, Sampled]) -> jax.Array:
+        index, state, _, _ = carry
+        return (index < steps) & jnp.any(state.finish == RUNNING)
+
+    def body(carry: tuple[jax.Array, DecodeState, kv.Cache, Sampled]) -> tuple[jax.Array, DecodeState, kv.Cache, Sampled]:
+        index, state, cache, sampled = carry
+        state, cache, one = step(state, cache)
+        return index + 1, state, cache, jax.tree.map(lambda rows, new: rows.at[index].set(new), sampled, one)
+
+    idle = jnp.full(state.tokens.shape, -1, jnp.int32)
+    nothing = jax.eval_shape(lambda: _sampled(idle, state, jnp.zeros(state.seen.shape, jnp.float32), logprobs))
+    sampled = jax.tree.map(lambda leaf: jnp.zeros((steps, *leaf.shape), leaf.dtype), nothing)
+    sampled = sampled.replace(tokens=jnp.full((steps, *idle.shape), -1, jnp.int32))
+    _, state, cache, sampled = jax.lax.while_loop(more, body, (0, state, cache, sampled))
     return sampled, state, cache
 
 

@@ -1,0 +1,88 @@
+"""A run's numbers, for people and for programs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import kv
+from sampling.generate import Completion
+from sampling.language_model import LanguageModel
+
+
+def as_json(lm: LanguageModel, completion: Completion) -> dict[str, Any]:
+    """The object that `--json` prints; times in seconds, null where there was nothing to measure."""
+    latencies = completion.timing.inter_token_latencies
+    out = {
+        "model": lm.name,
+        "text": completion.text,
+        "tokens": list(completion.tokens),
+        "prompt_tokens": completion.prompt_tokens,
+        "finish_reason": completion.finish_reason,
+        "ttft_s": completion.timing.time_to_first_token,
+        "itl_s": {
+            "mean": float(np.mean(latencies)) if latencies else None,
+            "p50": _percentile(latencies, 50),
+            "p99": _percentile(latencies, 99),
+        },
+        "prefill_tokens_per_s": prefill_rate([completion]),
+        "decode_tokens_per_s": decode_rate([completion]),
+        "compile_s": completion.timing.compile_seconds,
+        "compiles": completion.timing.compiles,
+    }
+    if completion.logprobs is not None:
+        out["logprobs"] = [{"token": t.token, "logprob": t.logprob, "top": [list(pair) for pair in t.top]} for t in completion.logprobs]
+    return out
+
+
+def summary(lm: LanguageModel, completions: Sequence[Completion]) -> str:
+    """One line: what was read and written, how fast, and at what memory traffic."""
+    latencies = [seconds for completion in completions for seconds in completion.timing.inter_token_latencies]
+    firsts = [completion.timing.time_to_first_token for completion in completions]
+    prompt = sum(completion.prompt_tokens for completion in completions)
+    held = sum(completion.cached_tokens for completion in completions)
+    parts = [
+        f"prompt {prompt} tokens" + (f" ({held} held)" if held else ""),
+        f"TTFT {np.median(firsts) * 1e3:.0f} ms",
+        f"prefill {prefill_rate(completions) or 0:.0f} tok/s",
+        f"new {sum(len(completion.tokens) for completion in completions)} tokens",
+    ]
+    if latencies:
+        read = bytes_per_token(lm, completions)
+        rate = decode_rate(completions)
+        parts += [
+            f"ITL p50 {_percentile(latencies, 50) * 1e3:.1f} ms p99 {_percentile(latencies, 99) * 1e3:.1f} ms",
+            f"decode {rate:.1f} tok/s" + (" per row" if len(completions) > 1 else ""),
+            f"{read / 1e6:.0f} MB/token, {read * rate / 1e9:.1f} GB/s",
+        ]
+    compiled = sum(completion.timing.compile_seconds for completion in completions)
+    programs = sum(completion.timing.compiles for completion in completions)
+    parts.append(f"load {lm.load_seconds:.1f} s, compile {compiled:.1f} s ({programs} programs)")
+    return " | ".join(parts)
+
+
+def bytes_per_token(lm: LanguageModel, completions: Sequence[Completion]) -> float:
+    """Bytes that one decode step of one row must read: the weights, and the keys and values held, averaged over the answers' tokens.
+
+    In a batch the weights are read once for all rows, so a row's share is less.
+    """
+    steps = [(completion.prompt_tokens, len(completion.tokens)) for completion in completions]
+    tokens = sum(new for _, new in steps)
+    held = sum(new * (prompt + new / 2) for prompt, new in steps) / max(tokens, 1)
+    return lm.weight_bytes + held * kv.bytes_per_token(lm.config, lm.kv_format)
+
+
+def prefill_rate(completions: Sequence[Completion]) -> float | None:
+    """Prompt tokens that were read per second of time to first token."""
+    seconds = sum(completion.timing.time_to_first_token for completion in completions)
+    return sum(completion.prompt_tokens - completion.cached_tokens for completion in completions) / seconds if seconds else None
+
+
+def decode_rate(completions: Sequence[Completion]) -> float | None:
+    """Tokens per second of a row, after its first."""
+    latencies = [seconds for completion in completions for seconds in completion.timing.inter_token_latencies]
+    return len(latencies) / sum(latencies) if sum(latencies) else None
+
+
+def _percentile(values: Sequence[float], rank: float) -> float | None:
+    return float(np.percentile(values, rank)) if len(values) else None
