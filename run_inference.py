@@ -1,7 +1,7 @@
 """Diptych on the command line: flags in, one call of `sampling` out.
 
-    python run_inference.py --prompt "Why is the sky blue?"
-    python run_inference.py --task=chat
+python run_inference.py --prompt "Why is the sky blue?"
+python run_inference.py --task=chat
 """
 
 import contextlib
@@ -48,7 +48,9 @@ LOGIT_BIAS = flags.DEFINE_multi_string("logit_bias", [], "TOKEN_ID=VALUE, added 
 SEED = flags.DEFINE_integer("seed", None, "The same seed gives the same tokens. Default: a fresh one.")
 STOP = flags.DEFINE_multi_string("stop", [], "End the answer just before this string; may be repeated.")
 IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on after an end-of-sequence token.")
-LOGPROBS = flags.DEFINE_integer("logprobs", None, "Report log-probabilities of the chosen and this many of the likeliest tokens (--json, --out).")
+LOGPROBS = flags.DEFINE_integer(
+    "logprobs", None, "Report log-probabilities of the chosen and this many of the likeliest tokens (--json, --out)."
+)
 
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Prompts of --prompt_file that decode together.")
 CAPACITY = flags.DEFINE_integer("capacity", None, "Cache slots per row. Default: what prompt and answer may need.")

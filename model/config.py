@@ -6,7 +6,7 @@ import kv
 from runtime import UserError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, order=True)  # ordered: its tables are a dict, whose keys JAX sorts
 class Rope:
     """Rotary position embedding over the whole head, half-split pairs (Su et al. 2021, arXiv 2104.09864; NeoX order)."""
 

@@ -1,5 +1,6 @@
 """The Transformer, read top to bottom."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from flax import linen as nn
 import kv
 from kernels import matmul
 from model.config import ModelConfig
-from model.layers import Block, RMSNorm, rope_table
+from model.layers import Block, RMSNorm, RopeTables, rope_table
 from model.weights import scaled_normal, weight
 from sharding import axes
 
@@ -38,7 +39,12 @@ class Transformer(nn.Module):
             if layer.attention.rope is not None
         }
         for number, layer in enumerate(c.layers):
-            x, view = Block(layer, c.norm_eps, name=f"layer_{number}")(x, ropes, step, cache.layer(number))
+            block = Block(layer, c.norm_eps, name=f"layer_{number}")
+            if self.is_initializing():
+                x, view = block(x, ropes, step, cache.layer(number))
+            else:
+                weights = self.get_variable("params", block.name)
+                x, view = _apply_block(block.clone(parent=None, name=None), weights, x, ropes, step, cache.layer(number))
             cache = cache.with_layer(number, view)
         if logits == "last":
             x = jnp.take_along_axis(x, jnp.maximum(step.count - 1, 0)[:, None, None], axis=1)[:, 0]  # [B, D]
@@ -48,6 +54,12 @@ class Transformer(nn.Module):
         else:
             head = weight(self, "head", (c.width, c.vocab_size), (axes.EMBED, axes.VOCAB), scaled_normal(1))
         return matmul(x, head).astype(jnp.float32), cache
+
+
+@functools.partial(jax.jit, static_argnames=("block",))
+def _apply_block(block: Block, weights: Any, x: jax.Array, ropes: RopeTables, step: kv.Step, view: Any) -> tuple[jax.Array, Any]:
+    """One layer. A jit of its own, so that equal layers are traced and lowered once, not L times; XLA inlines the calls."""
+    return block.apply({"params": weights}, x, ropes, step, view)
 
 
 def abstract_params(config: ModelConfig) -> Any:
