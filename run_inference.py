@@ -342,8 +342,8 @@ def fail(error: Exception) -> int:
 
 
 def guarded(_: list[str]) -> None:
-    if flags.FLAGS["verbosity"].using_default_value:
-        logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which platforms are not there
+    if logging.get_verbosity() == logging.INFO:  # app.run's default, at which JAX tells which platforms are not there
+        logging.set_verbosity(logging.WARNING)
     try:
         code = main()
     except UserError as error:

@@ -27,7 +27,7 @@ def append(
     """
     B, T = new.shape[:2]
     slots = buffer.shape[slot_axis]
-    new = new.astype(buffer.dtype)
+    buffer, new = jnp.asarray(buffer), new.astype(buffer.dtype)
     index = jnp.arange(B) if rows is None else rows
     if T == 1:
         slot = jnp.where(count > 0, start, slots)  # idle rows write to a slot that does not exist

@@ -9,7 +9,7 @@ def matmul(x: jax.Array, w: jax.Array, axes: int = 1) -> jax.Array:
 
     Args:
       x: activations [..., I] (or [..., I1, I2] with axes=2), any float dtype.
-      w: weights [I, O...]; may be stored in another float dtype than x.
+      w: weights [I, O...]; may be stored in another float dtype than x, and is rounded to x's.
 
     Returns:
       [..., O...] in x's dtype.
@@ -28,5 +28,5 @@ def _cpu(x, w, dims):
 
     The values are the same as `_xla`'s: f32 holds every bf16 product exactly.
     """
-    product = jax.lax.dot_general(x.astype(jnp.float32), w.astype(jnp.float32), (dims, ((), ())), preferred_element_type=jnp.float32)
-    return product.astype(x.dtype)
+    x_wide, w_wide = x.astype(jnp.float32), w.astype(x.dtype).astype(jnp.float32)
+    return jax.lax.dot_general(x_wide, w_wide, (dims, ((), ())), preferred_element_type=jnp.float32).astype(x.dtype)

@@ -1,5 +1,6 @@
 """How modules read weights, and the one abstract description that everything else about weights derives from."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +15,12 @@ def scaled_normal(axes: int) -> Initializer:
     """Normal values with variance 1 / fan-in, the fan-in being the first `axes` axes."""
 
     def init(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
-        fan_in = 1
-        for size in shape[:axes]:
-            fan_in *= size
-        return jax.random.normal(key, shape, dtype) * fan_in**-0.5
+        return _normal(key, tuple(shape), jnp.dtype(dtype)) * math.prod(shape[:axes]) ** -0.5
 
     return init
+
+
+_normal = jax.jit(jax.random.normal, static_argnums=(1, 2))  # layers of one shape share an executable
 
 
 def weight(module: nn.Module, name: str, shape: Sequence[int], axes: Sequence[str], init: Initializer) -> Any:

@@ -157,6 +157,11 @@ class Program:
         with LEDGER._call(self.name, self._shown(args, kwargs)):
             return self._jitted(*args, **kwargs)
 
+    def build(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles for these arguments (arrays, or `jax.ShapeDtypeStruct`s) without running: a later call compiles nothing."""
+        with LEDGER._call(self.name, self._shown(args, kwargs)):
+            self._jitted.lower(*args, **kwargs).compile()
+
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """`jax.jit(...).lower`: for ahead-of-time compiles; arguments may be `jax.ShapeDtypeStruct`s."""
         return self._jitted.lower(*args, **kwargs)

@@ -3,8 +3,9 @@
 import collections
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import jax
 import numpy as np
 
 import kv
@@ -77,6 +78,19 @@ class Batch:
     @property
     def size(self) -> int:
         return self.cache.batch
+
+    def build(self, lengths: Iterable[int]) -> None:
+        """Compiles every program that prompts of these lengths will need, so that what follows can be timed."""
+        lm, vocab_size = self.lm, self.lm.config.vocab_size
+        one, row, scalar = np.ones((1,), np.int32), np.zeros((1,), np.int32), np.int32(0)
+        for bucket in sorted({chunk.bucket for length in lengths for chunk in plan_chunks(length)}):
+            prefill.build(lm.model, lm.params, self.cache, np.zeros((1, bucket), np.int32), one, row)
+        sampling = SamplingParams.stack(self._rows, self._seeds, ())
+        logits = jax.ShapeDtypeStruct((1, vocab_size), np.float32)
+        first_token.build(
+            self.state, sampling, logits, scalar, np.zeros((vocab_size,), bool), scalar, scalar, scalar, logprobs=self.logprobs
+        )
+        decode.build(lm.model, lm.params, self.cache, self.state, sampling, steps=self.steps, logprobs=self.logprobs)
 
     def start(self, row: int, tokens: Sequence[int], options: SamplingOptions, *, held: Sequence[int] = ()) -> Sampled:
         """Gives `row` a request: prefills `tokens` after the first `len(held)` that it holds, and samples the first token.

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from runtime import UserError
+from runtime import LEDGER, UserError
 from sampling.batch import STEPS, Batch
-from sampling.generate import Answer, Clock, Completion, Piece, check_capacity, run
+from sampling.generate import Answer, Completion, Piece, check_capacity, run, start
 from sampling.language_model import LanguageModel
 from sampling.options import SamplingOptions
 
@@ -71,11 +71,12 @@ class Conversation:
         return self._answer(messages, tokens, held)
 
     def _answer(self, messages: list[dict[str, str]], tokens: list[int], held: int) -> Iterator[Piece]:
-        clock = Clock()
-        answer = Answer(self._lm, self._options, len(tokens), cached_tokens=held)
+        mark = len(LEDGER.entries)
+        self._batch.build([len(tokens) - held])
+        answer = Answer(self._lm, self._options, len(tokens), cached_tokens=held, compiled=LEDGER.programs(mark))
         self._held = []  # until the prefill is through, the row's contents are not known
         try:
-            text = answer.take(self._batch.start(0, tokens[held:], self._options, held=tokens[:held]), 0, clock.lap())
+            text = start(self._batch, 0, tokens[held:], self._options, answer, held=tokens[:held])
             yield Piece(text, _finished(answer))
             for _, text in run(self._batch, {0: answer}):
                 yield Piece(text, _finished(answer))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime import LEDGER, UserError
+from runtime import LEDGER, Compile, UserError
 from sampling.batch import STEPS, Batch, plan_capacity
 from sampling.language_model import LanguageModel, Prompt
 from sampling.loop import CAPACITY, LENGTH, RUNNING, STOP, Sampled
@@ -29,13 +29,13 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds, compiling taken out.
+    """Seconds. Programs are compiled before the clock starts.
 
     Attributes:
-      time_to_first_token: from the request to its first token on the host: tokenizing, prefill and sampling.
+      time_to_first_token: from the prompt's token ids to the first token on the host: prefill and sampling.
       inter_token_latencies: per further token. Tokens of one dispatch arrive together; each counts as its share.
-      compile_seconds: what was taken out.
-      compiles: programs built on the way.
+      compile_seconds: spent for this request before the clock started; of requests that decode together, the first has it all.
+      compiles: programs built in that time.
     """
 
     time_to_first_token: float
@@ -68,21 +68,28 @@ class Piece:
 class Answer:
     """Collects one request's tokens into text."""
 
-    def __init__(self, lm: LanguageModel, options: SamplingOptions, prompt_tokens: int, cached_tokens: int = 0):
+    def __init__(
+        self,
+        lm: LanguageModel,
+        options: SamplingOptions,
+        prompt_tokens: int,
+        cached_tokens: int = 0,
+        compiled: Sequence[Compile] = (),
+    ):
         self._options = options
         self._detokenizer = StreamingDetokenizer(lm.tokenizer)
         self._stop = StopStrings(options.stop)
         self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._mark = len(LEDGER.entries)
+        self._compiled = compiled
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
         self.time_to_first_token = 0.0
         self.latencies: list[float] = []
 
     def take(self, sampled: Sampled, row: int, seconds: float) -> str:
-        """Adds what one read brought for this row; `seconds` since the read before, compiling taken out.
+        """Adds what one read brought for this row, `seconds` after the read before.
 
         Returns:
           Text that became certain.
@@ -128,8 +135,8 @@ class Answer:
             timing=Timing(
                 time_to_first_token=self.time_to_first_token,
                 inter_token_latencies=tuple(self.latencies),
-                compile_seconds=LEDGER.seconds(self._mark),
-                compiles=len(LEDGER.programs(self._mark)),
+                compile_seconds=sum(entry.seconds for entry in self._compiled),
+                compiles=len(self._compiled),
             ),
             logprobs=tuple(self._logprobs) if self._options.logprobs is not None else None,
         )
@@ -143,17 +150,10 @@ def _token_logprobs(sampled: Sampled, step: int, row: int, count: int) -> TokenL
     return TokenLogprobs(token=int(sampled.tokens[step, row]), logprob=float(sampled.logprobs[step, row]), top=top)
 
 
-class Clock:
-    """Wall time since the last look, without the seconds that went into compiling."""
-
-    def __init__(self):
-        self._then, self._compiled = time.perf_counter(), LEDGER.seconds()
-
-    def lap(self) -> float:
-        now, compiled = time.perf_counter(), LEDGER.seconds()
-        seconds = (now - self._then) - (compiled - self._compiled)
-        self._then, self._compiled = now, compiled
-        return max(seconds, 0.0)
+def start(batch: Batch, row: int, tokens: list[int], options: SamplingOptions, answer: Answer, held: Sequence[int] = ()) -> str:
+    """`Batch.start`, timed, its token taken by `answer`: returns the text that it brought."""
+    began = time.perf_counter()
+    return answer.take(batch.start(row, tokens, options, held=held), 0, time.perf_counter() - began)
 
 
 def run(batch: Batch, answers: dict[int, Answer], *, run_ahead: int = 1) -> Iterator[tuple[int, str]]:
@@ -162,12 +162,13 @@ def run(batch: Batch, answers: dict[int, Answer], *, run_ahead: int = 1) -> Iter
     The next dispatch is under way before the last one's tokens are read, so the device does not wait for the host; `run_ahead` is how
     many are. What they decode after a row's end is dropped.
     """
-    clock = Clock()
+    then = time.perf_counter()
     while any(answer.finish_reason is None for answer in answers.values()):
         while len(batch.pending) <= run_ahead:
             batch.dispatch()
         sampled = batch.read()
-        seconds = clock.lap()
+        now = time.perf_counter()
+        seconds, then = now - then, now
         for row, answer in answers.items():
             if answer.finish_reason is None:
                 text = answer.take(sampled, row, seconds)
@@ -301,10 +302,12 @@ def _pieces(lm: LanguageModel, batch: Batch, tokens: list[list[int]], options: l
         answer = answers[row]
         return row, Piece(text, answer.completion() if answer.finish_reason else None)
 
+    mark = len(LEDGER.entries)
+    batch.build(map(len, tokens))
+    compiled = LEDGER.programs(mark)
     for row, (ids, option) in enumerate(zip(tokens, options, strict=True)):
-        clock = Clock()
-        answers[row] = Answer(lm, option, len(ids))
-        text = answers[row].take(batch.start(row, ids, option), 0, clock.lap())
+        answers[row] = Answer(lm, option, len(ids), compiled=compiled if row == 0 else ())
+        text = start(batch, row, ids, option, answers[row])
         if text or answers[row].finish_reason:
             yield piece(row, text)
     for row, text in run(batch, answers):
