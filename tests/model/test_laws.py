@@ -142,7 +142,9 @@ def test_tokens_past_the_capacity_are_dropped_and_not_counted(model, tiny_params
 
 def test_compute_in_bf16_stays_near_f32(model, tiny_params, tiny_config, tokens, full):
     low = Transformer(tiny_config, dtype=jnp.dtype(jnp.bfloat16))
-    logits, _ = prefill(low, tiny_params, kv.init(tiny_config, B, CAPACITY, kv.Format(dtype=jnp.dtype(jnp.bfloat16))), tokens, jnp.full((B,), T))
+    logits, _ = prefill(
+        low, tiny_params, kv.init(tiny_config, B, CAPACITY, kv.Format(dtype=jnp.dtype(jnp.bfloat16))), tokens, jnp.full((B,), T)
+    )
     # Each of the 3 layers adds two rounded branches and rounds the stream twice: about 12 roundings of 2^-9 relative to the scale.
     scale = float(jnp.abs(full[:, -1]).max())
     assert float(jnp.abs(logits - full[:, -1]).max()) < 12 * 2**-9 * scale
