@@ -1,7 +1,8 @@
 """Floor 5: samplers, the decode loop, and generation at the level of text."""
 
+from sampling.answer import Completion, Timing, TokenLogprobs
 from sampling.conversation import Conversation
-from sampling.generate import Completion, Piece, Timing, TokenLogprobs, generate, generate_each, stream
+from sampling.generate import Piece, generate, generate_each, stream
 from sampling.language_model import DEFAULT_MODEL, LanguageModel, load
 from sampling.loop import DecodeState, Sampled, decode, first_token
 from sampling.options import SamplingOptions, SamplingParams

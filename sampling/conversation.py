@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from runtime import LEDGER, UserError
+from sampling.answer import Answer, Completion
 from sampling.batch import STEPS, Batch
-from sampling.generate import Answer, Completion, Piece, check_capacity, run, start
+from sampling.generate import Piece, check_capacity, run, start
 from sampling.language_model import LanguageModel
 from sampling.options import SamplingOptions
 

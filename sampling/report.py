@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import kv
-from sampling.generate import Completion
+from sampling.answer import Completion
 from sampling.language_model import LanguageModel
 
 

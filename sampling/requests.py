@@ -1,0 +1,84 @@
+"""Prompts from files: a JSON object per line, or the messages of one chat."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+from runtime import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt, the sampling options that it sets itself, and what to copy into its result."""
+
+    prompt: Any
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def read_prompt_file(path: str, allowed: Iterable[str]) -> list[Request]:
+    """Requests of a file with a JSON object per line; empty lines are passed over.
+
+    Args:
+      path: each line has `prompt` (text) or `messages` (of a chat), and may have sampling options and an `id`, which is passed through.
+      allowed: the options that a line may set.
+
+    Raises:
+      UserError: naming file and line.
+    """
+    lines = read_text(path).splitlines()
+    requests = [_parse_line(f"{path} line {number}", line, sorted(allowed)) for number, line in enumerate(lines, 1) if line.strip()]
+    if not requests:
+        raise UserError(f"{path} holds no prompt: give a JSON object per line")
+    return requests
+
+
+def read_messages(path: str) -> list[Any]:
+    """The messages of a chat in a JSON file; `Tokenizer.encode_chat` checks each.
+
+    Raises:
+      UserError: the file can't be read, is not JSON, or holds no list with messages.
+    """
+    try:
+        messages = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; mend it") from None
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise UserError(f'{path} holds no list of messages: write [{{"role": "user", "content": "..."}}, ...]')
+    return nonempty(messages, path)
+
+
+def read_text(path: str) -> str:
+    """A UTF-8 file's text. Raises: UserError."""
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}): convert it first") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}; check the path") from None
+
+
+def nonempty(prompt: Any, where: str) -> Any:
+    """`prompt`, if there is anything in it. Raises: UserError."""
+    if not prompt:
+        raise UserError(f"the prompt of {where} is empty: give at least one character")
+    return prompt
+
+
+def _parse_line(where: str, line: str, allowed: list[str]) -> Request:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is not JSON: {error.msg} at column {error.colno}; give one object per line") from None
+    if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
+        raise UserError(f'{where} needs either "prompt" or "messages": give an object with one of them')
+    kind, expected = ("prompt", str) if "prompt" in fields else ("messages", list)
+    prompt = nonempty(fields.pop(kind), where)
+    if not isinstance(prompt, expected):
+        raise UserError(f'{where}: "{kind}" is a {type(prompt).__name__}, not a {expected.__name__}: mend it')
+    extra = {"id": fields.pop("id")} if "id" in fields else {}
+    if unknown := [name for name in fields if name not in allowed]:
+        raise UserError(f"{where} has unknown option {unknown[0]!r}: use {', '.join(allowed)}")
+    return Request(prompt, fields, extra)
