@@ -23,6 +23,7 @@ def prefill(
     tokens: jax.Array,
     counts: jax.Array,
     rows: jax.Array | None = None,
+    held: jax.Array | None = None,
     logits: str = "last",
 ) -> tuple[jax.Array, kv.Cache]:
     """Reads new tokens into cache rows, after what those rows already hold.
@@ -37,6 +38,7 @@ def prefill(
       counts: int32 [B'], new tokens of each row; 0 leaves a row as it is. The caller sees to it that held + new <= capacity;
         tokens past the capacity are dropped and not counted.
       rows: int32 [B'], the cache row of each, no row twice; None: row b is cache row b, and B' == B.
+      held: int32 [B'], how many of its tokens each row keeps, counted from the first; None keeps all. 0 starts a row anew.
       logits: static; "last" (at each row's last new token) or "all".
 
     Returns:
@@ -45,6 +47,8 @@ def prefill(
     if logits not in ("last", "all"):
         raise ValueError(f"logits={logits!r} is not known: use 'last' or 'all'")
     start = cache.lengths if rows is None else cache.lengths[rows]
+    if held is not None:
+        start = jnp.minimum(start, held)
     counts = jnp.clip(counts, 0, tokens.shape[1])
     if cache.capacity is not None:
         counts = jnp.minimum(counts, cache.capacity - start)

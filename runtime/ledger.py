@@ -7,6 +7,7 @@ sealed a compile is an error (tests) or a counted warning (production).
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -16,6 +17,8 @@ from typing import Any
 
 import jax
 import jax.monitoring
+
+from runtime.platform import platform
 
 _TRACE = "/jax/core/compile/jaxpr_trace_duration"
 _LOWER = "/jax/core/compile/jaxpr_to_mlir_module_duration"
@@ -29,7 +32,7 @@ class Compile:
 
     Attributes:
       name: the program's name, or JAX's own name for an operation outside any program.
-      shapes: the arguments that are not weights, as `int32[1,32] float32[30,1,3,512,64]`; empty outside a program.
+      shapes: the arguments that are not weights, as `int32[1,32] float32[30,1,3,512,64] steps=8`; empty outside a program.
       seconds: wall time of what the compile held up: for a program the whole call that built it (which returns before its result is
         there), for a single operation tracing, lowering and compiling.
       cached: whether the executable came from the compilation cache on disk.
@@ -91,15 +94,18 @@ class Ledger:
     def _call(self, name: str, arguments: tuple) -> Iterator[None]:
         stack = self._calls.__dict__.setdefault("stack", [])
         stack.append((name, arguments))
-        before, began = len(self.entries), time.perf_counter()
+        began = time.perf_counter()
+        self._calls.entries = []
         try:
             yield
         finally:
             stack.pop()
-            if len(self.entries) > before and not stack:
+            mine = self._calls.entries
+            if mine and not stack:
                 # JAX's own figures leave out hashing the program and loading the executable, a third of the whole on a cache hit.
-                rest = sum(entry.seconds for entry in self.entries[before:-1])
-                self.entries[-1] = dataclasses.replace(self.entries[-1], seconds=time.perf_counter() - began - rest)
+                rest = sum(entry.seconds for entry in mine[:-1])
+                at = max(index for index, entry in enumerate(self.entries) if entry is mine[-1])  # other threads append as well
+                self.entries[at] = dataclasses.replace(mine[-1], seconds=time.perf_counter() - began - rest)
 
     def _on_event(self, event: str, **_: Any) -> None:
         if event == _CACHE_HIT:
@@ -122,6 +128,7 @@ class Ledger:
             program=bool(stack),
         )
         self.entries.append(entry)
+        self._calls.__dict__.setdefault("entries", []).append(entry)
         if self._sealed:
             self.unplanned.append(entry)
             logging.getLogger("diptych").warning("unplanned compile: %s(%s) asked by %s", entry.name, entry.shapes, entry.asked_by)
@@ -131,8 +138,10 @@ LEDGER = Ledger()
 
 
 def _describe(arguments: tuple) -> str:
-    leaves = [leaf for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-    return " ".join(f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "") for leaf in leaves[:12]) + (" ..." if len(leaves) > 12 else "")
+    leaves = jax.tree.leaves(arguments)
+    arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    shapes = [f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "") for leaf in arrays[:12]]
+    return " ".join([*shapes, *["..."][: len(arrays) > 12], *(leaf for leaf in leaves if isinstance(leaf, str))])
 
 
 def _caller() -> str:
@@ -149,12 +158,21 @@ class Program:
         self.function = function
         self.name = function.__name__
         self._weights = frozenset(weights)
-        self._jitted = jax.jit(function, static_argnames=tuple(static), donate_argnames=tuple(donated))
+        self._static = frozenset(static)
+        self._jit = functools.partial(jax.jit, function, static_argnames=tuple(static), donate_argnames=tuple(donated))
         self._names = function.__code__.co_varnames[: function.__code__.co_argcount]
         self.__doc__ = function.__doc__
 
+    @functools.cached_property
+    def _jitted(self) -> Callable:
+        # LLVM's last passes find nothing in programs whose time goes into dots: they cost a third of the compile and save no time.
+        return self._jit(compiler_options={"xla_backend_optimization_level": 1} if platform() == "cpu" else None)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with LEDGER._call(self.name, self._shown(args, kwargs)):
+        shown = self._shown(args, kwargs)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(shown)):
+            return self.function(*args, **kwargs)  # inside somebody's jit: a part of that program
+        with LEDGER._call(self.name, shown):
             return self._jitted(*args, **kwargs)
 
     def build(self, *args: Any, **kwargs: Any) -> None:
@@ -163,12 +181,13 @@ class Program:
             self._jitted.lower(*args, **kwargs).compile()
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """`jax.jit(...).lower`: for ahead-of-time compiles; arguments may be `jax.ShapeDtypeStruct`s."""
-        return self._jitted.lower(*args, **kwargs)
+        """`jax.jit(...).lower`: for ahead-of-time compiles for any platform; arguments may be `jax.ShapeDtypeStruct`s."""
+        return self._jit().lower(*args, **kwargs)
 
     def _shown(self, args: tuple, kwargs: dict) -> tuple:
         named = list(zip(self._names, args, strict=False)) + list(kwargs.items())
-        return tuple(value for name, value in named if name not in self._weights)
+        settings = [f"{name}={value}" for name, value in named if name in self._static and isinstance(value, (int, str))]
+        return (*(value for name, value in named if name not in self._weights | self._static), *settings)
 
 
 def program(*, static: Sequence[str] = (), donated: Sequence[str] = (), weights: Sequence[str] = ()) -> Callable[[Callable], Program]:

@@ -49,6 +49,7 @@ class Completion:
     cached_tokens: int  # of the prompt, held from before and not prefilled
     finish_reason: str  # "stop" (end-of-sequence token or stop string), "length", "capacity", "cancelled"
     timing: Timing
+    seed: int  # gives the same tokens again
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
@@ -96,20 +97,27 @@ class Answer:
                 self.finish_reason = "stop"
             elif sampled.finish[step, row] != RUNNING:
                 self.finish_reason = FINISH_REASONS[int(sampled.finish[step, row])]
-                text += self._stop.push(self._detokenizer.flush()) + self._stop.flush()
+                text += self._end()
         if len(self.tokens) == fresh:
             self.time_to_first_token = seconds
         else:
-            self.latencies += [seconds / sampled.tokens.shape[0]] * fresh
+            self.latencies += [seconds / int((sampled.tokens >= 0).any(axis=1).sum())] * fresh  # the steps that ran
         self._texts.append(text)
         return text
 
     def cancel(self) -> str:
         """Ends the answer where it is; returns text that was withheld."""
-        text = self._stop.push(self._detokenizer.flush()) + self._stop.flush()
-        self._texts.append(text)
         self.finish_reason = "cancelled"
+        text = self._end()
+        self._texts.append(text)
         return text
+
+    def _end(self) -> str:
+        """Text that was withheld; the bytes of half a character may be what completes a stop string."""
+        text = self._stop.push(self._detokenizer.flush())
+        if self._stop.stopped:
+            self.finish_reason = "stop"
+        return text + self._stop.flush()
 
     def completion(self) -> Completion:
         """The answer so far."""
@@ -125,6 +133,7 @@ class Answer:
                 compile_seconds=sum(entry.seconds for entry in self._compiled),
                 compiles=len(self._compiled),
             ),
+            seed=self._options.seed,
             logprobs=tuple(self._logprobs) if self._options.logprobs is not None else None,
         )
 

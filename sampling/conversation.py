@@ -1,6 +1,6 @@
 """A chat whose KV cache stays: each turn prefills only what is new."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from runtime import LEDGER, UserError
 from sampling.answer import Answer, Completion
@@ -42,8 +42,10 @@ class Conversation:
         self._options = options or SamplingOptions()
         capacity = lm.config.context_length if capacity is None else capacity
         check_capacity(lm, capacity)
+        self._options.check_vocabulary(lm.config.vocab_size)
         self._batch = Batch(lm, 1, capacity, logprobs=self._options.logprobs, steps=steps)
         self._held: list[int] = []  # tokens in the cache
+        self._open: Generator[Piece] | None = None  # the last answer's iterator
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
 
     @property
@@ -59,6 +61,8 @@ class Conversation:
         Raises:
           UserError: an empty turn, or a chat that outgrew the capacity; the chat is then as it was before.
         """
+        if self._open is not None:
+            self._open.close()  # an answer that was left half read: the row is this turn's from here on
         if not text.strip():
             raise UserError("the message is empty: write something, or end the chat with Ctrl-D")
         messages = [*self.messages, {"role": "user", "content": text}]
@@ -69,15 +73,17 @@ class Conversation:
                 f"the chat has grown to {len(tokens)} tokens, but the cache holds {self._batch.capacity}: "
                 "start a new chat, or give a larger capacity"
             )
-        return self._answer(messages, tokens, held)
+        self._open = self._answer(messages, tokens, held)
+        return self._open
 
-    def _answer(self, messages: list[dict[str, str]], tokens: list[int], held: int) -> Iterator[Piece]:
+    def _answer(self, messages: list[dict[str, str]], tokens: list[int], held: int) -> Generator[Piece]:
         mark = len(LEDGER.entries)
         self._batch.build([len(tokens) - held])
-        answer = Answer(self._lm, self._options, len(tokens), cached_tokens=held, compiled=LEDGER.programs(mark))
+        options = self._options.seeded()
+        answer = Answer(self._lm, options, len(tokens), cached_tokens=held, compiled=LEDGER.programs(mark))
         self._held = []  # until the prefill is through, the row's contents are not known
         try:
-            text = start(self._batch, 0, tokens[held:], self._options, answer, held=tokens[:held])
+            text = start(self._batch, 0, tokens[held:], options, answer, held=tokens[:held])
             yield Piece(text, _finished(answer))
             for _, text in run(self._batch, {0: answer}):
                 yield Piece(text, _finished(answer))

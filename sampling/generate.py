@@ -44,6 +44,8 @@ def run(batch: Batch, answers: dict[int, Answer], *, run_ahead: int = 1) -> Iter
         for row, answer in answers.items():
             if answer.finish_reason is None:
                 text = answer.take(sampled, row, seconds)
+                if answer.finish_reason == "stop":
+                    batch.stop(row)  # the device does not know of stop strings
                 if text or answer.finish_reason is not None:
                     yield row, text
     batch.pending.clear()
@@ -74,8 +76,9 @@ def stream(
       UserError: before the first piece: a bad option, or a prompt that does not fit.
     """
     options = dataclasses.replace(options or SamplingOptions(), **changes)
-    [batch] = _batches(lm, [lm.encode(prompt, raw=raw, system=system)], [options], 1, capacity, steps)
-    return (piece for _, piece in _pieces(lm, *batch))
+    tokens, options = [lm.encode(prompt, raw=raw, system=system)], [options.seeded()]
+    batch = _prepare(lm, tokens, options, 1, capacity, steps)
+    return (piece for _, piece in _pieces(lm, batch, tokens, options))
 
 
 def generate(
@@ -120,13 +123,13 @@ def generate_each(
         options = [options or SamplingOptions()] * len(prompts)
     if len(options) != len(prompts):
         raise UserError(f"there are {len(prompts)} prompts but {len(options)} options: give one for all, or one for each")
-    options = [dataclasses.replace(option, **changes) for option in options]
+    options = [dataclasses.replace(option, **changes).seeded() for option in options]
     tokens = [lm.encode(prompt, raw=raw, system=system) for prompt in prompts]
-    groups = _batches(lm, tokens, options, batch_size, capacity, steps)
+    batch = _prepare(lm, tokens, options, batch_size, capacity, steps)
     return (
-        (number * batch_size + row, piece.completion)
-        for number, group in enumerate(groups)
-        for row, piece in _pieces(lm, *group)
+        (first + row, piece.completion)
+        for first in range(0, len(tokens), batch_size)
+        for row, piece in _pieces(lm, batch, tokens[first : first + batch_size], options[first : first + batch_size])
         if piece.completion is not None
     )
 
@@ -137,10 +140,10 @@ def check_capacity(lm: LanguageModel, capacity: int) -> None:
         raise UserError(f"capacity {capacity} is out of range: give 1 to {lm.config.context_length}, the model's context")
 
 
-def _batches(
+def _prepare(
     lm: LanguageModel, tokens: list[list[int]], options: list[SamplingOptions], batch_size: int, capacity: int | None, steps: int
-) -> Iterator[tuple[Batch, list[list[int]], list[SamplingOptions]]]:
-    """Checks every request, then groups them; all groups have one shape."""
+) -> Batch:
+    """Checks every request; a batch that has room for any `batch_size` of them."""
     if batch_size < 1:
         raise UserError(f"batch_size {batch_size} is below 1: give at least 1")
     longest = max(map(len, tokens), default=0)
@@ -154,17 +157,9 @@ def _batches(
         limit = f"the model's context is {context}" if capacity == context else f"the cache holds {capacity} per row"
         raise UserError(f"the prompt has {longest} tokens, but {limit}: {remedy}")
     for option in options:
-        if bad := [token for token in option.logit_bias if not 0 <= token < lm.config.vocab_size]:
-            raise UserError(f"logit_bias names token {bad[0]}, which is not in the vocabulary: ids go from 0 to {lm.config.vocab_size - 1}")
+        option.check_vocabulary(lm.config.vocab_size)
     logprobs = max((option.logprobs for option in options if option.logprobs is not None), default=None)
-    size = min(batch_size, len(tokens))
-
-    def groups() -> Iterator[tuple[Batch, list[list[int]], list[SamplingOptions]]]:
-        for first in range(0, len(tokens), batch_size):
-            part = slice(first, first + batch_size)
-            yield Batch(lm, size, capacity, logprobs=logprobs, steps=steps), tokens[part], options[part]
-
-    return groups()
+    return Batch(lm, max(1, min(batch_size, len(tokens))), capacity, logprobs=logprobs, steps=steps)
 
 
 def _pieces(lm: LanguageModel, batch: Batch, tokens: list[list[int]], options: list[SamplingOptions]) -> Iterator[tuple[int, Piece]]:

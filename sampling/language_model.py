@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import checkpoint
 import kv
@@ -30,6 +31,18 @@ class LanguageModel:
     kv_format: kv.Format
     load_seconds: float = 0.0
 
+    def __post_init__(self):
+        """Raises: UserError, if the tokenizer has more tokens than the model."""
+        padding = self.config.vocab_size - self.tokenizer.vocab_size
+        if padding < 0:
+            raise UserError(
+                f"{self.name}: the tokenizer has {self.tokenizer.vocab_size} tokens, but the model has {self.config.vocab_size} rows of "
+                "embedding: they do not belong together; download the model again"
+            )
+        if padding:  # rows of embedding past the tokenizer's list stand for no text
+            padded = dataclasses.replace(self.tokenizer, pieces=self.tokenizer.pieces + (b"",) * padding)
+            object.__setattr__(self, "tokenizer", padded)
+
     @property
     def config(self) -> ModelConfig:
         return self.model.config
@@ -51,7 +64,7 @@ class LanguageModel:
         Raises:
           UserError: an empty prompt, ids outside the vocabulary, a chat for a model without template, system with raw.
         """
-        if not prompt:
+        if len(prompt) == 0:
             raise UserError("the prompt is empty: give at least one character")
         if isinstance(prompt, str):
             if raw or self.tokenizer.chat is None:
@@ -59,10 +72,12 @@ class LanguageModel:
                     raise UserError("a system message needs the chat template: leave out --system, or --raw")
                 return self.tokenizer.encode(prompt)
             prompt = [{"role": "user", "content": prompt}]
-        if all(isinstance(item, int) for item in prompt):
+        if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
+            if system is not None:
+                raise UserError("a system message needs the chat template: leave it out, or give text or messages instead of token ids")
             if bad := [item for item in prompt if not 0 <= item < self.config.vocab_size]:
                 raise UserError(f"token id {bad[0]} is not in the vocabulary: ids go from 0 to {self.config.vocab_size - 1}")
-            return list(prompt)
+            return [int(item) for item in prompt]
         if raw:
             raise UserError("messages need the chat template: leave out --raw, or give a plain prompt")
         messages = list(prompt)
@@ -95,11 +110,6 @@ def load(
     began = time.perf_counter()
     loaded = checkpoint.load(path, weight_dtype)
     tokenizer = tokenizer_from_gguf(loaded.metadata)
-    if tokenizer.vocab_size > loaded.config.vocab_size:
-        raise UserError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model {loaded.config.vocab_size} rows of embedding: "
-            "the file is damaged; download it again"
-        )
     jax.block_until_ready(loaded.params)
     return LanguageModel(
         name=str(name),

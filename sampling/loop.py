@@ -130,8 +130,15 @@ def decode(
     nothing = jax.eval_shape(lambda: _sampled(idle, state, jnp.zeros(state.seen.shape, jnp.float32), logprobs))
     sampled = jax.tree.map(lambda leaf: jnp.zeros((steps, *leaf.shape), leaf.dtype), nothing)
     sampled = sampled.replace(tokens=jnp.full((steps, *idle.shape), -1, jnp.int32))
-    _, state, cache, sampled = jax.lax.while_loop(more, body, (0, state, cache, sampled))
+    ran, state, cache, sampled = jax.lax.while_loop(more, body, (0, state, cache, sampled))
+    sampled = sampled.replace(finish=jnp.where((jnp.arange(steps) < ran)[:, None], sampled.finish, state.finish))
     return sampled, state, cache
+
+
+@program(donated=("state",))
+def stop_rows(state: DecodeState, rows: jax.Array) -> DecodeState:
+    """Ends the rows that are true in `rows` (bool [B]) and still run: for ends that only the host sees, such as stop strings."""
+    return state.replace(finish=jnp.where(rows & (state.finish == RUNNING), STOP, state.finish))
 
 
 def _advance(state: DecodeState, token: jax.Array, sampling: SamplingParams, full: jax.Array) -> DecodeState:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import secrets
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from runtime import UserError
 BIAS_SLOTS = 300  # logit-bias entries per row: the compiled shape has room for as many, so that none recompiles
 STOP_TOKEN_SLOTS = 16  # end-of-sequence ids per row, likewise
 MAX_LOGPROBS = 20
+MAX_BIAS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,12 @@ class SamplingOptions:
 
     def __post_init__(self):
         """Raises: UserError, naming the option, its value and what is allowed."""
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
+            raise UserError(f"stop {self.stop!r} is no text: give a string, or a list of strings")
+        object.__setattr__(self, "stop", tuple(stop))
+        if not isinstance(self.ignore_eos, (bool, np.bool_)):
+            raise UserError(f"ignore_eos {self.ignore_eos!r} is neither true nor false: give one of them")
         self._check("max_new_tokens", 1, math.inf, whole=True)
         self._check("temperature", 0, 1000)
         self._check("top_k", 0, 2**31 - 1, whole=True)
@@ -69,19 +77,36 @@ class SamplingOptions:
         if len(self.logit_bias) > BIAS_SLOTS:
             raise UserError(f"logit_bias has {len(self.logit_bias)} entries: give at most {BIAS_SLOTS}")
         for token, value in self.logit_bias.items():
-            if not math.isfinite(value):
-                raise UserError(f"logit_bias of token {token} is {value}: give a finite number, such as -100 to ban it")
-        if any(not isinstance(text, str) or not text for text in self.stop):
+            if not _is_number(token, whole=True):
+                raise UserError(f"logit_bias names token {token!r}, which is no token id: give a whole number")
+            if not _is_number(value) or not abs(value) <= MAX_BIAS:
+                raise UserError(
+                    f"logit_bias of token {token} is {value!r}: give a number from -{MAX_BIAS} to {MAX_BIAS}; -100 bans a token"
+                )
+        if not all(self.stop):
             raise UserError("stop has an empty string, which every answer holds: leave it out")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises: UserError, if a bias is for no token of the vocabulary."""
+        if bad := [token for token in self.logit_bias if not 0 <= token < vocab_size]:
+            raise UserError(f"logit_bias names token {bad[0]}, which is not in the vocabulary: ids go from 0 to {vocab_size - 1}")
+
+    def seeded(self) -> "SamplingOptions":
+        """With a seed: its own, or a fresh one."""
+        return self if self.seed is not None else dataclasses.replace(self, seed=secrets.randbits(32))
 
     def _check(self, name: str, low: float, high: float, *, above: bool = False, whole: bool = False) -> None:
         value = getattr(self, name)
-        number = isinstance(value, (int, np.integer)) if whole else isinstance(value, (int, float, np.number))
-        fits = number and not isinstance(value, bool) and (low < value if above else low <= value) and value <= high
+        fits = _is_number(value, whole=whole) and (low < value if above else low <= value) and value <= high
         if not fits:  # nan fails every comparison
             kind = "a whole number" if whole else "a number"
             limit = f"{'above' if above else 'from'} {low}" + (f" to {high}" if math.isfinite(high) else "")
             raise UserError(f"{name} {value} is out of range: give {kind} {limit}")
+
+
+def _is_number(value: Any, *, whole: bool = False) -> bool:
+    kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 class SamplingParams(struct.PyTreeNode):
@@ -100,8 +125,8 @@ class SamplingParams(struct.PyTreeNode):
     stop_tokens: jax.Array  # int32 [B, STOP_TOKEN_SLOTS], -1 where unused
 
     @classmethod
-    def stack(cls, options: Sequence[SamplingOptions], seeds: Sequence[int], eos_ids: Sequence[int]) -> "SamplingParams":
-        """Rows in the order of `options`, `seeds` in place of their own (None needs one drawn); numpy arrays, not on a device yet."""
+    def stack(cls, options: Sequence[SamplingOptions], eos_ids: Sequence[int]) -> "SamplingParams":
+        """Rows in the order of `options`, all of which have a seed (`seeded`); numpy arrays, not on a device yet."""
         if len(eos_ids) > STOP_TOKEN_SLOTS:
             raise UserError(f"the model has {len(eos_ids)} end-of-sequence ids: at most {STOP_TOKEN_SLOTS} are supported")
 
@@ -126,6 +151,6 @@ class SamplingParams(struct.PyTreeNode):
             frequency_penalty=column("frequency_penalty", np.float32),
             bias_tokens=bias_tokens,
             bias_values=bias_values,
-            seed=np.asarray(seeds, np.uint32),
+            seed=column("seed", np.uint32),
             stop_tokens=stop_tokens,
         )

@@ -30,7 +30,7 @@ def sample(logits: jax.Array, params: SamplingParams, positions: jax.Array, seen
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     drawn = jax.lax.cond(
         jnp.any(params.temperature > 0),
-        lambda: _draw(truncate(logits / jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None], params), params, positions),
+        lambda: _draw(truncate(_heat(logits, params.temperature), params), params, positions),
         lambda: greedy,
     )
     return jnp.where(params.temperature > 0, drawn, greedy)
@@ -56,6 +56,11 @@ def penalize(logits: jax.Array, params: SamplingParams, seen: jax.Array, counts:
     return jax.lax.cond(jnp.any(params.bias_tokens >= 0), bias, lambda: logits)
 
 
+def _heat(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Logits over temperature, the largest at 0: a tiny temperature then gives -inf, never inf - inf."""
+    return (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+
+
 def truncate(logits: jax.Array, params: SamplingParams) -> jax.Array:
     """top-k, then top-p of what is left, then min-p: f32 [B, V] with -inf where a token is cut."""
     order = _order(logits)
@@ -71,6 +76,7 @@ def truncate(logits: jax.Array, params: SamplingParams) -> jax.Array:
     def top_p() -> jax.Array:
         enough = params.top_p * jnp.sum(weights, axis=-1)
         floor = _bisect(lambda floor: jnp.sum(jnp.where(order >= floor[:, None], weights, 0), axis=-1) >= enough, logits.shape[0])
+        floor = jnp.minimum(floor, jnp.max(order, axis=-1))  # a top_p that underflows keeps the likeliest
         return jnp.where((params.top_p[:, None] < 1) & (order < floor[:, None]), -jnp.inf, logits)
 
     logits = jax.lax.cond(jnp.any(params.top_p < 1), top_p, lambda: logits)
@@ -79,7 +85,7 @@ def truncate(logits: jax.Array, params: SamplingParams) -> jax.Array:
 
 def _order(values: jax.Array) -> jax.Array:
     """f32 -> uint32 that compares as the floats do."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)  # one zero, not two
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 

@@ -12,7 +12,8 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]):
-        self._stops = tuple(stops)
+        # A stop string with another inside, before its last character, is never the first to be complete.
+        self._stops = tuple(stop for stop in stops if not any(other in stop[:-1] for other in stops))
         self._held = ""
         self.stopped = False
 

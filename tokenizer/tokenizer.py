@@ -29,7 +29,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the list. The model's logits may be wider: the tail is padding that has no text."""
+        """Tokens of the list, padding with no text included."""
         return len(self.pieces)
 
     def encode(self, text: str, *, add_bos: bool = True, add_eos: bool = True, parse_special: bool = True) -> list[int]:
@@ -110,6 +110,11 @@ class Tokenizer:
             return
         # The backend would leave the bytes out without a word.
         missing = set(self.missing_bytes)
+        for id in self.special_ids:  # written as one token, whatever its bytes
+            special = self.pieces[id].decode("utf-8", errors="replace")
+            text = text.replace(special, " " * len(special)) if special else text
+        if missing.isdisjoint(text.encode()):
+            return
         index, char = next((index, char) for index, char in enumerate(text) if not missing.isdisjoint(char.encode()))
         raise UserError(f"the model's vocabulary has no token for {char!r}, character {index} of the prompt: remove it")
 

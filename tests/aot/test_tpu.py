@@ -73,7 +73,7 @@ def compiled(program, chip, config, capacity):
     cache = on_chip(jax.eval_shape(lambda: kv.init(config, BATCH, capacity, format)))
     if program == "decode":
         state = on_chip(jax.eval_shape(lambda: DecodeState.init(BATCH, config.vocab_size)))
-        sampling = on_chip(SamplingParams.stack([SamplingOptions()] * BATCH, [0] * BATCH, ()))
+        sampling = on_chip(SamplingParams.stack([SamplingOptions(seed=0)] * BATCH, ()))
         lowered = decode.lower(model, params, cache, state, sampling, steps=STEPS)
     else:
         tokens, one = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=chip) for shape in ((1, CHUNK), (1,)))

@@ -14,7 +14,7 @@ from sampling import LanguageModel, SamplingOptions
 from tokenizer import tokenizer_from_gguf
 from tokenizer.from_gguf import byte_alphabet
 
-ROUNDING = 1e-5  # relative: 97 terms in f32 sum to within 97 * 2^-24 = 6e-6 of the exact mass, whatever their order
+ROUNDING = 1e-5  # relative: 97 terms of f32 sum to within 97 * 2^-24 = 6e-6 of their exact sum, whatever the order
 MARGIN = 2e-4  # of the scores' scale: house.md's "twice 1e-4"; nearer candidates may change places between executables
 
 
@@ -32,10 +32,10 @@ def random_params(config: ModelConfig, seed: int) -> dict:
 def tiny_tokenizer_metadata() -> dict:
     """97 tokens: ASCII letters, digits, some marks, the bytes of a few longer characters, five merges, three special tokens."""
     alphabet = byte_alphabet()
-    one_byte = [alphabet[ord(char)] for char in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,!?\n:;-'"]
+    one_byte = [alphabet[ord(char)] for char in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,!?\n:;-'<|>_/"]
     longer = [alphabet[byte] for byte in dict.fromkeys("日本é🙂".encode())]
     tokens = [*one_byte, *longer, "he", "hel", "th", "the", "in", "<s>", "</s>", "<|im_end|>"]
-    tokens += [alphabet[0x80 + i] for i in range(97 - len(tokens))]
+    tokens += [alphabet[0xB0 + number] for number in range(97 - len(tokens))]
     special = {"<s>", "</s>", "<|im_end|>"}
     return {
         "tokenizer.ggml.model": "gpt2",
@@ -85,7 +85,7 @@ class Reference:
         return out
 
     def kept(self, logits: np.ndarray, option: SamplingOptions, slack: float = 0.0) -> np.ndarray:
-        """Which tokens pass the filters, if every mass and ratio is taken `slack` (relative) too high: bool [V]."""
+        """Which tokens pass the filters: bool [V]. A `slack` above 0 also keeps what f32 sums may keep, one below 0 cuts what they may."""
         logits = np.asarray(logits, np.float64)
         kept = np.ones(len(logits), bool)
         if option.top_k:
@@ -93,25 +93,27 @@ class Reference:
         likelihood = np.where(kept, np.exp(logits - logits.max()), 0.0)
         if np.float32(option.top_p) < 1:
             descending = np.sort(logits[kept])[::-1]
-            mass = np.cumsum(np.exp(descending - logits.max())) / likelihood.sum()
-            last = np.argmax(mass * (1 + slack) >= np.float32(option.top_p)) if mass[-1] * (1 + slack) >= np.float32(option.top_p) else -1
-            kept &= logits >= descending[last]  # tokens as likely as the last one stay with it
+            enough = np.cumsum(np.exp(descending - logits.max())) / likelihood.sum() * (1 - slack) >= np.float32(option.top_p)
+            kept &= logits >= descending[np.argmax(enough) if enough.any() else -1]  # tokens as likely as the last one stay with it
         if option.min_p:
             kept &= likelihood * (1 + slack) >= np.float32(option.min_p)
         return kept
 
     def token(self, logits: np.ndarray, option: SamplingOptions, position: int, seen: np.ndarray, counts: np.ndarray) -> tuple[int, float]:
-        """The token, and how far (relative to the scores' scale) the next candidate is behind: below MARGIN, rounding decides."""
+        """The token, and how far the next candidate is behind, in units of the scores' scale: below MARGIN, rounding decides."""
         scores = self.penalize(logits, option, seen, counts)
-        sure = 1.0
         if option.temperature > 0:
             scores = scores / option.temperature
-            least, most = self.kept(scores, option, ROUNDING), self.kept(scores, option, -ROUNDING)
-            sure = float(np.array_equal(least, most))
             noise = jax.random.gumbel(jax.random.fold_in(jax.random.key(option.seed), position), (len(scores),))
-            scores = np.where(self.kept(scores, option), scores + np.asarray(noise, np.float64), -np.inf)
-        first, second = np.sort(scores)[::-1][:2]
-        return int(np.argmax(scores)), sure * (first - second) / max(1.0, np.abs(scores[np.isfinite(scores)]).max())
+            noisy = scores + np.asarray(noise, np.float64)
+            slack = ROUNDING + 2.0**-22 * np.abs(scores).max()  # a score that is off by so much changes its probability by as much
+            sure = np.array_equal(self.kept(scores, option, -slack), self.kept(scores, option, slack))
+            scores = np.where(self.kept(scores, option), noisy, -np.inf)
+        else:
+            sure = True
+        second, first = np.sort(scores)[-2:]
+        scale = max(1.0, np.abs(scores[np.isfinite(scores)]).max())
+        return int(np.argmax(scores)), min(first - second, scale) / scale if sure else 0.0
 
 
 @pytest.fixture(scope="session")
