@@ -1,18 +1,29 @@
-"""Floor 0: errors, platform set-up, the compile ledger and the compilation cache."""
+"""Floor 0: errors, files, platform set-up, the compile ledger and the compilation cache."""
+
+import importlib
+from typing import Any
 
 from runtime.errors import UserError
-from runtime.ledger import LEDGER, Compile, Program, UnplannedCompile, program
-from runtime.platform import DTYPES, enable_compilation_cache, platform, resolve_dtype
 
-__all__ = [
-    "DTYPES",
-    "LEDGER",
-    "Compile",
-    "Program",
-    "UnplannedCompile",
-    "UserError",
-    "enable_compilation_cache",
-    "platform",
-    "program",
-    "resolve_dtype",
-]
+_MODULES = {
+    "LEDGER": "runtime.ledger",
+    "Compile": "runtime.ledger",
+    "Program": "runtime.ledger",
+    "UnplannedCompile": "runtime.ledger",
+    "program": "runtime.ledger",
+    "DTYPES": "runtime.platform",
+    "enable_compilation_cache": "runtime.platform",
+    "platform": "runtime.platform",
+    "resolve_dtype": "runtime.platform",
+}
+
+__all__ = ["UserError", *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports JAX, which takes a second, only when something that needs it is asked for: an error need not wait for it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_MODULES[name])
+    globals().update({each: getattr(module, each) for each, home in _MODULES.items() if home == _MODULES[name]})
+    return globals()[name]

@@ -2,7 +2,7 @@
 
 from sampling.answer import Completion, Timing, TokenLogprobs
 from sampling.conversation import Conversation
-from sampling.generate import Piece, generate, generate_each, stream
+from sampling.generate import Piece, PromptError, generate, generate_each, stream
 from sampling.language_model import DEFAULT_MODEL, LanguageModel, load
 from sampling.loop import DecodeState, Sampled, decode, first_token
 from sampling.options import SamplingOptions, SamplingParams
@@ -15,6 +15,7 @@ __all__ = [
     "DecodeState",
     "LanguageModel",
     "Piece",
+    "PromptError",
     "Sampled",
     "SamplingOptions",
     "SamplingParams",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,20 +22,39 @@ class Piece:
     completion: Completion | None = None
 
 
+class PromptError(UserError):
+    """What is wrong with one of several prompts.
+
+    Attributes:
+      index: which.
+    """
+
+    def __init__(self, index: int, message: str):
+        super().__init__(message)
+        self.index = index
+
+
+def never() -> bool:
+    """The default of `cancelled`."""
+    return False
+
+
 def start(batch: Batch, row: int, tokens: list[int], options: SamplingOptions, answer: Answer, held: Sequence[int] = ()) -> str:
     """`Batch.start`, timed, its token taken by `answer`: returns the text that it brought."""
     began = time.perf_counter()
     return answer.take(batch.start(row, tokens, options, held=held), 0, time.perf_counter() - began)
 
 
-def run(batch: Batch, answers: dict[int, Answer], *, run_ahead: int = 1) -> Iterator[tuple[int, str]]:
+def run(
+    batch: Batch, answers: dict[int, Answer], *, run_ahead: int = 1, cancelled: Callable[[], bool] = never
+) -> Iterator[tuple[int, str]]:
     """Decodes until every answer has its end: yields (row, text) as text becomes certain, and when an answer ends.
 
     The next dispatch is under way before the last one's tokens are read, so the device does not wait for the host; `run_ahead` is how
     many are. What they decode after a row's end is dropped.
     """
     then = time.perf_counter()
-    while any(answer.finish_reason is None for answer in answers.values()):
+    while any(answer.finish_reason is None for answer in answers.values()) and not cancelled():
         while len(batch.pending) <= run_ahead:
             batch.dispatch()
         sampled = batch.read()
@@ -49,6 +68,10 @@ def run(batch: Batch, answers: dict[int, Answer], *, run_ahead: int = 1) -> Iter
                 if text or answer.finish_reason is not None:
                     yield row, text
     batch.pending.clear()
+    for row, answer in answers.items():
+        if answer.finish_reason is None:
+            batch.stop(row)
+            yield row, answer.cancel()
 
 
 def stream(
@@ -60,6 +83,7 @@ def stream(
     system: str | None = None,
     capacity: int | None = None,
     steps: int = STEPS,
+    cancelled: Callable[[], bool] = never,
     **changes: Any,
 ) -> Iterator[Piece]:
     """An answer as it is written. The texts of all pieces, joined, are the completion's text; the last piece has the completion.
@@ -71,6 +95,7 @@ def stream(
       raw, system: as in `LanguageModel.encode`.
       capacity: cache slots; by default what prompt and answer may need.
       steps: tokens per dispatch; text arrives that many tokens at a time.
+      cancelled: asked between dispatches; once it is true, the answer ends where it is, with the reason "cancelled".
 
     Raises:
       UserError: before the first piece: a bad option, or a prompt that does not fit.
@@ -78,7 +103,7 @@ def stream(
     options = dataclasses.replace(options or SamplingOptions(), **changes)
     tokens, options = [lm.encode(prompt, raw=raw, system=system)], [options.seeded()]
     batch = _prepare(lm, tokens, options, 1, capacity, steps)
-    return (piece for _, piece in _pieces(lm, batch, tokens, options))
+    return (piece for _, piece in _pieces(lm, batch, tokens, options, cancelled))
 
 
 def generate(
@@ -103,6 +128,7 @@ def generate_each(
     batch_size: int = 8,
     capacity: int | None = None,
     steps: int = STEPS,
+    cancelled: Callable[[], bool] = never,
     **changes: Any,
 ) -> Iterator[tuple[int, Completion]]:
     """Answers of many prompts, as they end: (index of the prompt, answer). `batch_size` of them decode together.
@@ -115,21 +141,28 @@ def generate_each(
       batch_size: rows that decode together.
       capacity: cache slots per row; by default what prompts and answers may need.
       steps: tokens per dispatch.
+      cancelled: as in `stream`; prompts that were not begun by then have no answer.
 
     Raises:
-      UserError: before anything is generated.
+      UserError: before anything is generated; a `PromptError` if it is about one of the prompts.
     """
     if not isinstance(options, Sequence):
         options = [options or SamplingOptions()] * len(prompts)
     if len(options) != len(prompts):
         raise UserError(f"there are {len(prompts)} prompts but {len(options)} options: give one for all, or one for each")
     options = [dataclasses.replace(option, **changes).seeded() for option in options]
-    tokens = [lm.encode(prompt, raw=raw, system=system) for prompt in prompts]
+    tokens = []
+    for index, prompt in enumerate(prompts):
+        try:
+            tokens.append(lm.encode(prompt, raw=raw, system=system))
+        except UserError as error:
+            raise PromptError(index, str(error)) from error
     batch = _prepare(lm, tokens, options, batch_size, capacity, steps)
     return (
         (first + row, piece.completion)
         for first in range(0, len(tokens), batch_size)
-        for row, piece in _pieces(lm, batch, tokens[first : first + batch_size], options[first : first + batch_size])
+        if not cancelled()
+        for row, piece in _pieces(lm, batch, tokens[first : first + batch_size], options[first : first + batch_size], cancelled)
         if piece.completion is not None
     )
 
@@ -155,14 +188,16 @@ def _prepare(
     if longest > capacity:
         remedy = "shorten it" if capacity == context else f"shorten it or give a capacity of at least {longest + 1}"
         limit = f"the model's context is {context}" if capacity == context else f"the cache holds {capacity} per row"
-        raise UserError(f"the prompt has {longest} tokens, but {limit}: {remedy}")
+        raise PromptError([*map(len, tokens)].index(longest), f"the prompt has {longest} tokens, but {limit}: {remedy}")
     for option in options:
         option.check_vocabulary(lm.config.vocab_size)
     logprobs = max((option.logprobs for option in options if option.logprobs is not None), default=None)
     return Batch(lm, max(1, min(batch_size, len(tokens))), capacity, logprobs=logprobs, steps=steps)
 
 
-def _pieces(lm: LanguageModel, batch: Batch, tokens: list[list[int]], options: list[SamplingOptions]) -> Iterator[tuple[int, Piece]]:
+def _pieces(
+    lm: LanguageModel, batch: Batch, tokens: list[list[int]], options: list[SamplingOptions], cancelled: Callable[[], bool]
+) -> Iterator[tuple[int, Piece]]:
     answers: dict[int, Answer] = {}
 
     def piece(row: int, text: str) -> tuple[int, Piece]:
@@ -173,9 +208,11 @@ def _pieces(lm: LanguageModel, batch: Batch, tokens: list[list[int]], options: l
     batch.build(map(len, tokens))
     compiled = LEDGER.programs(mark)
     for row, (ids, option) in enumerate(zip(tokens, options, strict=True)):
+        if cancelled():
+            break
         answers[row] = Answer(lm, option, len(ids), compiled=compiled if row == 0 else ())
         text = start(batch, row, ids, option, answers[row])
         if text or answers[row].finish_reason:
             yield piece(row, text)
-    for row, text in run(batch, answers):
+    for row, text in run(batch, answers, cancelled=cancelled):
         yield piece(row, text)

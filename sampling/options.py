@@ -61,7 +61,7 @@ class SamplingOptions:
             raise UserError(f"stop {self.stop!r} is no text: give a string, or a list of strings")
         object.__setattr__(self, "stop", tuple(stop))
         if not isinstance(self.ignore_eos, (bool, np.bool_)):
-            raise UserError(f"ignore_eos {self.ignore_eos!r} is neither true nor false: give one of them")
+            raise UserError(f"ignore_eos {self.ignore_eos!r} is out of range: give true or false")
         self._check("max_new_tokens", 1, math.inf, whole=True)
         self._check("temperature", 0, 1000)
         self._check("top_k", 0, 2**31 - 1, whole=True)

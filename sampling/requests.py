@@ -16,6 +16,7 @@ class Request:
     prompt: Any
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    where: str = ""  # what an error about it starts with, such as `in.jsonl line 3: `
 
 
 def read_prompt_file(path: str, allowed: Iterable[str]) -> list[Request]:
@@ -28,7 +29,7 @@ def read_prompt_file(path: str, allowed: Iterable[str]) -> list[Request]:
     Raises:
       UserError: naming file and line.
     """
-    lines = read_text(path).splitlines()
+    lines = read_text(path).split("\n")  # splitlines() also cuts at U+2028, which JSON strings may hold
     requests = [_parse_line(f"{path} line {number}", line, sorted(allowed)) for number, line in enumerate(lines, 1) if line.strip()]
     if not requests:
         raise UserError(f"{path} holds no prompt: give a JSON object per line")
@@ -41,13 +42,7 @@ def read_messages(path: str) -> list[Any]:
     Raises:
       UserError: the file can't be read, is not JSON, or holds no list with messages.
     """
-    try:
-        messages = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; mend it") from None
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UserError(f'{path} holds no list of messages: write [{{"role": "user", "content": "..."}}, ...]')
-    return nonempty(messages, path)
+    return _messages(_parse(read_text(path), path), path)
 
 
 def read_text(path: str) -> str:
@@ -60,25 +55,41 @@ def read_text(path: str) -> str:
         raise UserError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}; check the path") from None
 
 
-def nonempty(prompt: Any, where: str) -> Any:
-    """`prompt`, if there is anything in it. Raises: UserError."""
+def nonempty(prompt: Any, where: str) -> str:
+    """`prompt`, if it is text and there is any. Raises: UserError."""
+    if not isinstance(prompt, str):
+        raise UserError(f"the prompt of {where} is {prompt!r:.40}: give a string")
     if not prompt:
         raise UserError(f"the prompt of {where} is empty: give at least one character")
     return prompt
 
 
 def _parse_line(where: str, line: str, allowed: list[str]) -> Request:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not JSON: {error.msg} at column {error.colno}; give one object per line") from None
+    fields = _parse(line, where)
     if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
         raise UserError(f'{where} needs either "prompt" or "messages": give an object with one of them')
-    kind, expected = ("prompt", str) if "prompt" in fields else ("messages", list)
-    prompt = nonempty(fields.pop(kind), where)
-    if not isinstance(prompt, expected):
-        raise UserError(f'{where}: "{kind}" is a {type(prompt).__name__}, not a {expected.__name__}: mend it')
+    prompt = nonempty(fields.pop("prompt"), where) if "prompt" in fields else _messages(fields.pop("messages"), where)
     extra = {"id": fields.pop("id")} if "id" in fields else {}
     if unknown := [name for name in fields if name not in allowed]:
         raise UserError(f"{where} has unknown option {unknown[0]!r}: use {', '.join(allowed)}")
-    return Request(prompt, fields, extra)
+    return Request(prompt, fields, extra, f"{where}: ")
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; mend it") from None
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply: mend it") from None
+
+
+def _messages(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise UserError(f'{where} needs a list of messages, not {value!r:.40}: give [{{"role": "user", "content": "..."}}]')
+    if not value:
+        raise UserError(f"{where} is an empty list of messages: give at least one")
+    for index, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise UserError(f"{where}: message {index} is {message!r:.40}: give an object with role and content")
+    return value
