@@ -12,6 +12,7 @@ Exit codes: 0, 2 for a mistake (one line says which), 130 after Ctrl-C.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -305,7 +306,7 @@ def takes_value(argument: str) -> bool:
 
 def parse_flags(argv: list[str]) -> list[str]:
     """absl's flags, with our exit codes: `--help` is 0, a wrong flag is one line and 2."""
-    asked = {argument for before, argument in zip(argv, argv[1:], strict=False) if not takes_value(before)}
+    asked = {argument for before, argument in itertools.pairwise(argv) if not takes_value(before)}
     if asked & {"--help", "-help", "-h", "--helpshort"}:
         sys.exit(ending(lambda: show(help_text())))
     if asked & {"--helpfull", "-helpfull"}:

@@ -100,7 +100,9 @@ def test_the_cache_is_updated_in_place_and_temporaries_do_not_grow_with_it(chip,
 def test_smollm2_decodes_in_place_and_its_temporaries_are_reported(chip, capsys):
     executable, nbytes = compiled("decode", chip, SMOLLM2, 2048)
     memory = executable.memory_analysis()
+    formula, aliased, temporaries = (size / 2**20 for size in (nbytes, memory.alias_size_in_bytes, memory.temp_size_in_bytes))
     with capsys.disabled():
-        print(f"\nSmolLM2-135M decode, 4 rows of 2,048 slots: cache {nbytes / 2**20:.0f} MiB by formula, "
-              f"{memory.alias_size_in_bytes / 2**20:.0f} MiB aliased as padded, temporaries {memory.temp_size_in_bytes / 2**20:.0f} MiB")  # fmt: skip
+        print(
+            f"\nSmolLM2-135M decode, 4 rows of 2,048 slots: cache {formula:.0f} MiB, aliased {aliased:.0f}, temporaries {temporaries:.0f}"
+        )
     assert memory.alias_size_in_bytes >= nbytes
