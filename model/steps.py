@@ -34,7 +34,7 @@ def prefill(
       model: static.
       params: the parameter tree.
       cache: donated.
-      tokens: int32 [B', T]; a row's new tokens come first, the tail is padding. T is part of the compiled shape: see `bucket`.
+      tokens: int32 [B', T]; a row's new tokens come first, the tail is padding. T is part of the compiled shape: keep to a few.
       counts: int32 [B'], new tokens of each row; 0 leaves a row as it is. The caller sees to it that held + new <= capacity;
         tokens past the capacity are dropped and not counted.
       rows: int32 [B'], the cache row of each, no row twice; None: row b is cache row b, and B' == B.

@@ -11,10 +11,10 @@ _MODULES = {
     "Program": "runtime.ledger",
     "UnplannedCompile": "runtime.ledger",
     "program": "runtime.ledger",
-    "DTYPES": "runtime.platform",
-    "enable_compilation_cache": "runtime.platform",
-    "platform": "runtime.platform",
-    "resolve_dtype": "runtime.platform",
+    "DTYPES": "runtime.devices",
+    "enable_compilation_cache": "runtime.devices",
+    "platform": "runtime.devices",
+    "resolve_dtype": "runtime.devices",
 }
 
 __all__ = ["UserError", *_MODULES]

@@ -8,6 +8,7 @@ sealed a compile is an error (tests) or a counted warning (production).
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import jax.monitoring
 
-from runtime.platform import platform
+from runtime.devices import platform
 
 _TRACE = "/jax/core/compile/jaxpr_trace_duration"
 _LOWER = "/jax/core/compile/jaxpr_to_mlir_module_duration"
@@ -160,7 +161,7 @@ class Program:
         self._weights = frozenset(weights)
         self._static = frozenset(static)
         self._jit = functools.partial(jax.jit, function, static_argnames=tuple(static), donate_argnames=tuple(donated))
-        self._names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        self._signature = inspect.signature(function)
         self.__doc__ = function.__doc__
 
     @functools.cached_property
@@ -169,23 +170,31 @@ class Program:
         return self._jit(compiler_options={"xla_backend_optimization_level": 1} if platform() == "cpu" else None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        shown = self._shown(args, kwargs)
+        arguments = self._arguments(args, kwargs)
+        shown = self._shown(arguments)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(shown)):
-            return self.function(*args, **kwargs)  # inside somebody's jit: a part of that program
+            return self.function(*arguments.values())  # inside somebody's jit: a part of that program
         with LEDGER._call(self.name, shown):
-            return self._jitted(*args, **kwargs)
+            return self._jitted(*arguments.values())
 
     def build(self, *args: Any, **kwargs: Any) -> None:
         """Compiles for these arguments (arrays, or `jax.ShapeDtypeStruct`s) without running: a later call compiles nothing."""
-        with LEDGER._call(self.name, self._shown(args, kwargs)):
-            self._jitted.lower(*args, **kwargs).compile()
+        arguments = self._arguments(args, kwargs)
+        with LEDGER._call(self.name, self._shown(arguments)):
+            self._jitted.lower(*arguments.values()).compile()
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """`jax.jit(...).lower`: for ahead-of-time compiles for any platform; arguments may be `jax.ShapeDtypeStruct`s."""
-        return self._jit().lower(*args, **kwargs)
+        return self._jit().lower(*self._arguments(args, kwargs).values())
 
-    def _shown(self, args: tuple, kwargs: dict) -> tuple:
-        named = list(zip(self._names, args, strict=False)) + list(kwargs.items())
+    def _arguments(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """All arguments by name and in order, defaults included: JAX compiles once more for each way of spelling a call."""
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    def _shown(self, arguments: dict[str, Any]) -> tuple:
+        named = arguments.items()
         settings = [f"{name}={value}" for name, value in named if name in self._static and isinstance(value, (int, str))]
         return (*(value for name, value in named if name not in self._weights | self._static), *settings)
 

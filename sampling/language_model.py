@@ -25,7 +25,7 @@ class LanguageModel:
     """All that generation needs; build it with `load`, or from your own parts."""
 
     name: str
-    model: Transformer
+    model: Transformer = dataclasses.field(repr=False)
     params: Any = dataclasses.field(repr=False)
     tokenizer: Tokenizer = dataclasses.field(repr=False)
     kv_format: kv.Format

@@ -126,7 +126,8 @@ class SamplingParams(struct.PyTreeNode):
 
     @classmethod
     def stack(cls, options: Sequence[SamplingOptions], eos_ids: Sequence[int]) -> "SamplingParams":
-        """Rows in the order of `options`, all of which have a seed (`seeded`); numpy arrays, not on a device yet."""
+        """Rows in the order of `options`, fresh seeds for those without; numpy arrays, not on a device yet."""
+        options = [option.seeded() for option in options]
         if len(eos_ids) > STOP_TOKEN_SLOTS:
             raise UserError(f"the model has {len(eos_ids)} end-of-sequence ids: at most {STOP_TOKEN_SLOTS} are supported")
 

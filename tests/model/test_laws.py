@@ -156,3 +156,21 @@ def test_compute_in_bf16_stays_near_f32(model, tiny_params, tiny_config, tokens,
 def test_an_unknown_kind_of_logits_is_refused(model, tiny_params, tiny_config, tokens):
     with pytest.raises(ValueError, match="'last' or 'all'"):
         prefill(model, tiny_params, empty(tiny_config), tokens, jnp.full((B,), T), logits="first")
+
+
+def test_donated_caches_stay_where_they_are_in_memory(model, tiny_params, tiny_config, tokens):
+    cache = empty(tiny_config)
+    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.stores)]
+    _, cache = prefill(model, tiny_params, cache, tokens, jnp.asarray([20, 3, 11]))
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.stores)] == places
+    _, cache = decode_step(model, tiny_params, cache, jnp.asarray([1, 2, 3]))
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache.stores)] == places
+
+
+def test_a_row_may_keep_a_part_of_what_it_holds(model, tiny_params, tiny_config, tokens, full):
+    _, cache = prefill(model, tiny_params, empty(tiny_config), tokens, jnp.full((B,), T))
+    rows, held, counts = jnp.asarray([2, 0]), jnp.asarray([10, 0]), jnp.asarray([8, 8])
+    part = jnp.stack([tokens[2, 10:18], tokens[0, :8]])
+    logits, cache = prefill(model, tiny_params, cache, part, counts, rows, held)
+    assert_equal(logits, jnp.stack([full[2, 17], full[0, 7]]))
+    np.testing.assert_array_equal(cache.lengths, [8, T, 18])

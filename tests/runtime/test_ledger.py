@@ -1,5 +1,6 @@
 """The compile ledger: what was built, for whom, and that nothing was built unasked."""
 
+import inspect
 import logging
 import threading
 
@@ -40,7 +41,7 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 def test_a_program_is_entered_once_with_its_name_its_shapes_and_who_asked(scale, mark):
     np.testing.assert_array_equal(scale(PARAMS, X), X * 35)
     [entry] = new_entries(mark)
-    assert (entry.name, entry.shapes, entry.cached, entry.program) == ("scale", "float32[2,3]", False, True)
+    assert (entry.name, entry.shapes, entry.cached, entry.program) == ("scale", "float32[2,3] times=1", False, True)
     assert entry.asked_by.startswith("test_ledger.py:")
     assert 0 < entry.seconds < 60
     assert LEDGER.programs(mark) == [entry] and LEDGER.seconds(mark) == entry.seconds
@@ -50,7 +51,7 @@ def test_a_program_is_entered_once_with_its_name_its_shapes_and_who_asked(scale,
 
 def test_weights_are_left_out_of_the_shapes_however_they_are_given(scale, mark):
     scale(x=X, params=PARAMS)
-    assert [entry.shapes for entry in new_entries(mark)] == ["float32[2,3]"]
+    assert [entry.shapes for entry in new_entries(mark)] == ["float32[2,3] times=1"]
 
 
 def test_a_new_shape_and_a_new_static_value_are_new_executables(scale, mark):
@@ -99,7 +100,7 @@ def test_a_program_of_another_thread_has_its_own_name(scale, mark):
         return x + 1
 
     outer(X)
-    assert [(entry.name, entry.shapes) for entry in new_entries(mark)] == [("scale", "float32[2,3]"), ("outer", "float32[2,3]")]
+    assert [(entry.name, entry.shapes) for entry in new_entries(mark)] == [("scale", "float32[2,3] times=1"), ("outer", "float32[2,3]")]
 
 
 def test_building_ahead_leaves_nothing_to_compile(scale, mark):
@@ -129,7 +130,7 @@ def test_a_sealed_ledger_lets_calls_pass_that_compile_nothing(scale, mark):
 
 def test_a_compile_in_a_sealed_ledger_is_an_error_that_names_it(scale):
     before = len(LEDGER.unplanned)
-    with pytest.raises(UnplannedCompile, match=r"^scale\(float32\[2,3\]\) asked by test_ledger\.py:\d+$"), LEDGER.sealed():
+    with pytest.raises(UnplannedCompile, match=r"^scale\(float32\[2,3\] times=1\) asked by test_ledger\.py:\d+$"), LEDGER.sealed():
         np.testing.assert_array_equal(scale(PARAMS, X), X * 35)  # the work itself is done
     assert [entry.name for entry in LEDGER.unplanned[before:]] == ["scale"]
     scale(PARAMS, X[:1])  # the seal is off
@@ -141,7 +142,7 @@ def test_a_sealed_ledger_may_warn_and_count_instead(scale, caplog):
     with caplog.at_level(logging.WARNING, "diptych"), LEDGER.sealed("warn"):
         scale(PARAMS, X)
     assert len(LEDGER.unplanned) == before + 1
-    assert [record.getMessage().split(" asked by ")[0] for record in caplog.records] == ["unplanned compile: scale(float32[2,3])"]
+    assert [record.getMessage().split(" asked by ")[0] for record in caplog.records] == ["unplanned compile: scale(float32[2,3] times=1)"]
 
 
 def test_an_unknown_way_to_seal_is_an_error():
@@ -150,7 +151,7 @@ def test_an_unknown_way_to_seal_is_an_error():
 
 
 def test_a_seal_inside_another_ends_alone(scale):
-    with pytest.raises(UnplannedCompile, match=r"^scale\(float32\[2,3\]\)"), LEDGER.sealed():
+    with pytest.raises(UnplannedCompile, match=r"^scale\(float32\[2,3\] times=1\)"), LEDGER.sealed():
         with LEDGER.sealed():
             pass
         scale(PARAMS, X)  # still sealed
@@ -207,3 +208,20 @@ def test_an_executable_from_the_cache_on_disk_says_so(cache_on_disk, mark):
         np.testing.assert_array_equal(make()(X), X * 3)
     assert [(entry.name, entry.cached) for entry in new_entries(mark)] == [("triple", False), ("triple", True)]
     assert list(cache_on_disk.iterdir())
+
+
+def test_however_a_call_is_spelled_it_is_one_executable(scale, mark):
+    scale(PARAMS, X, times=3)
+    scale(PARAMS, x=X, times=3)
+    scale(params=PARAMS, x=X, times=3)
+    scale.build(x=X, params=PARAMS, times=3)
+    assert len(new_entries(mark)) == 1
+
+
+@pytest.mark.parametrize("name", ["platform", "program", "LEDGER", "resolve_dtype"])
+def test_a_name_of_the_room_is_never_one_of_its_files(name):
+    import runtime
+    import runtime.devices
+    import runtime.ledger
+
+    assert not inspect.ismodule(getattr(runtime, name))
