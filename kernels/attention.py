@@ -88,7 +88,8 @@ def _query_block(q, read, block, limit, scale):
         held = (slots <= jnp.max(limit, axis=1)[:, None])[:, None, :, None]
         scores = jnp.where(seen, _scores(queries, k), _MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
-        weights = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
+        # 0 where masked; or 1 in rows that have seen nothing yet, which the first visible slot shrinks to 0.
+        weights = jnp.exp(scores - new_top)
         shrink = jnp.exp(top - new_top)
         mixed = _mix(weights.astype(q.dtype), jnp.where(held, v, 0))
         return new_top, total * shrink + weights.sum(-1, keepdims=True), out * shrink + mixed
@@ -99,7 +100,7 @@ def _query_block(q, read, block, limit, scale):
         jnp.zeros((B, K, G * T, Hv), jnp.float32),
     )
     _, total, out = jax.lax.fori_loop(0, bound, step, state)
-    out = (out / jnp.maximum(total, 1e-30)).reshape(B, K, G, T, Hv).transpose(0, 3, 1, 2, 4)
+    out = jnp.where(limits >= 0, out / jnp.maximum(total, 1e-30), 0.0).reshape(B, K, G, T, Hv).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, N, Hv).astype(q.dtype)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import kv
-from kernels import matmul
+from kernels import matmul, matmul_rows
 from model.config import ModelConfig
 from model.layers import Block, RMSNorm, RopeTables, rope_table
 from model.weights import scaled_normal, weight
@@ -50,9 +50,8 @@ class Transformer(nn.Module):
             x = jnp.take_along_axis(x, jnp.maximum(step.count - 1, 0)[:, None, None], axis=1)[:, 0]  # [B, D]
         x = RMSNorm(c.norm_eps, name="final_norm")(x)
         if c.tie_embeddings:
-            head = embedding.T
-        else:
-            head = weight(self, "head", (c.width, c.vocab_size), (axes.EMBED, axes.VOCAB), scaled_normal(1))
+            return matmul_rows(x, embedding).astype(jnp.float32), cache
+        head = weight(self, "head", (c.width, c.vocab_size), (axes.EMBED, axes.VOCAB), scaled_normal(1))
         return matmul(x, head).astype(jnp.float32), cache
 
 

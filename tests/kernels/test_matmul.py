@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import matmul
+from kernels import matmul, matmul_rows
 
 rng = np.random.default_rng(0)
 X, W = rng.normal(size=(2, 3, 4, 8)), rng.normal(size=(4, 8, 5, 6))
@@ -29,3 +29,14 @@ def test_operands_in_the_format_of_x_are_multiplied_exactly_and_summed_in_f32(x_
     assert got.dtype == x_dtype
     # One rounding to the result's format (2^-8 for bf16), besides f32 sums of eight terms.
     np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-8, atol=1e-2 if x_dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 65])
+@pytest.mark.parametrize("vocab_size", [48, 50, 53])  # twelve pieces, two, and one
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_product_with_rows_is_the_same_however_it_is_cut(rows, vocab_size, dtype):
+    x, w = jnp.asarray(rng.normal(size=(rows, 16)), dtype), jnp.asarray(rng.normal(size=(vocab_size, 16)), dtype)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    got = matmul_rows(x, w)
+    assert got.dtype == dtype
+    np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-8, atol=2e-2 if dtype == "bfloat16" else 1e-5)
