@@ -1,1 +1,1 @@
-"""Measurements: run from the repository's root, as `python -m benchmarks.compare`."""
+"""Measurements, each a script of its own: `python benchmarks/compare.py`."""
