@@ -61,7 +61,7 @@ def params(config: ModelConfig, read: Read) -> dict[str, Any]:
         "final_norm": {"scale": lambda: read("output_norm.weight")},
     }
     if not config.tie_embeddings:
-        tree["head"] = lambda: read("output.weight").T
+        tree["head"] = lambda: read("output.weight")
     for number, layer in enumerate(config.layers):
         tree[f"layer_{number}"] = _layer(f"blk.{number}", layer, read)
     return tree
@@ -76,17 +76,16 @@ def _layer(prefix: str, layer: LayerConfig, read: Read) -> dict[str, Any]:
         k = _half_split(read(f"{prefix}.attn_k.weight"), H)
         v = read(f"{prefix}.attn_v.weight")
         heads = [q.reshape(K, G, H, -1), k.reshape(K, 1, H, -1), v.reshape(K, 1, H, -1)]
-        return np.moveaxis(np.concatenate(heads, axis=1), -1, 0)  # [D, K, G + 2, H]
+        return np.concatenate(heads, axis=1)  # [K, G + 2, H, D]
 
     def w_gate_up() -> np.ndarray:
-        pair = np.stack([read(f"{prefix}.ffn_gate.weight"), read(f"{prefix}.ffn_up.weight")])  # [2, F, D]
-        return np.moveaxis(pair, -1, 0)  # [D, 2, F]
+        return np.stack([read(f"{prefix}.ffn_gate.weight"), read(f"{prefix}.ffn_up.weight")])  # [2, F, D]
 
     return {
         "attention_norm": {"scale": lambda: read(f"{prefix}.attn_norm.weight")},
-        "attention": {"wqkv": wqkv, "wo": lambda: read(f"{prefix}.attn_output.weight").T.reshape(K, G, H, -1)},
+        "attention": {"wqkv": wqkv, "wo": lambda: read(f"{prefix}.attn_output.weight").reshape(-1, K, G, H)},
         "mlp_norm": {"scale": lambda: read(f"{prefix}.ffn_norm.weight")},
-        "mlp": {"w_gate_up": w_gate_up, "w_down": lambda: read(f"{prefix}.ffn_down.weight").T},
+        "mlp": {"w_gate_up": w_gate_up, "w_down": lambda: read(f"{prefix}.ffn_down.weight")},
     }
 
 

@@ -2,6 +2,6 @@
 
 from kernels.append import append
 from kernels.attention import attention, blockwise_attention
-from kernels.matmul import matmul, matmul_rows
+from kernels.matmul import matmul
 
-__all__ = ["append", "attention", "blockwise_attention", "matmul", "matmul_rows"]
+__all__ = ["append", "attention", "blockwise_attention", "matmul"]

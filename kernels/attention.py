@@ -50,7 +50,7 @@ def blockwise_attention(
 
     Args:
       q: [B, T, N, H].
-      read: block index (traced) -> (k [B, K, C, H], v [B, K, C, Hv], slots int32 [C]); a slot may be given by two blocks,
+      read: block index (traced) -> (k [B, K, H, C], v [B, K, C, Hv], slots int32 [C]); a slot may be given by two blocks,
         then the first counts.
       block: C, slots per block.
       limit: int32 [B, T], the last slot that each query sees; -1 sees none.
@@ -59,15 +59,23 @@ def blockwise_attention(
     Returns:
       [B, T, N, Hv] in q's dtype; 0 where a query sees nothing.
     """
-    B, T, N, H = q.shape
+    T, H = q.shape[1], q.shape[3]
     if T <= _QUERY_BLOCK:
         return _query_block(q, read, block, limit, scale)
     blocks = -(-T // _QUERY_BLOCK)
     pad = blocks * _QUERY_BLOCK - T
-    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(B, blocks, _QUERY_BLOCK, N, H)
-    limit = jnp.pad(limit, ((0, 0), (0, pad)), constant_values=-1).reshape(B, blocks, _QUERY_BLOCK)
-    out = jax.lax.map(lambda part: _query_block(part[0], read, block, part[1], scale), (q.swapaxes(0, 1), limit.swapaxes(0, 1)))
-    return out.swapaxes(0, 1).reshape(B, blocks * _QUERY_BLOCK, N, -1)[:, :T]
+    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    limit = jnp.pad(limit, ((0, 0), (0, pad)), constant_values=-1)
+    width = jax.eval_shape(read, jax.ShapeDtypeStruct((), jnp.int32))[1].shape[3]
+    if width > H:
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, width - H)))
+
+    def one(index, both):  # queries not answered yet, and answers, which take their places
+        first = index * _QUERY_BLOCK
+        part, seen = (jax.lax.dynamic_slice_in_dim(x, first, _QUERY_BLOCK, axis=1) for x in (both, limit))
+        return jax.lax.dynamic_update_slice(both, _query_block(part[..., :H], read, block, seen, scale), (0, first, 0, 0))
+
+    return jax.lax.fori_loop(0, blocks, one, q)[:, :T, :, :width]
 
 
 def _query_block(q, read, block, limit, scale):
@@ -115,8 +123,8 @@ def _dot(x, y, contract):
     )
 
 
-def _scores(queries, k):  # [B, K, R, H], [B, K, C, H] -> [B, K, R, C]
-    return _dot(queries, k, ((3,), (3,)))
+def _scores(queries, k):  # [B, K, R, H], [B, K, H, C] -> [B, K, R, C]
+    return _dot(queries, k, ((3,), (2,)))
 
 
 def _mix(weights, v):  # [B, K, R, C], [B, K, C, Hv] -> [B, K, R, Hv]

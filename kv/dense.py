@@ -16,26 +16,34 @@ _BLOCK = 256  # slots read at a time: long enough to amortise a loop step, short
 class Dense(struct.PyTreeNode):
     """Keys and values of the `L` layers of one group, or (with `layer` set) the view of one of them."""
 
-    k: jax.Array  # [L, B, K, S, H] or [L, B, S, K, H]
-    v: jax.Array  # [L, B, K, S, Hv] or [L, B, S, K, Hv]
+    k: jax.Array  # [L, B, ...], the rest in key_order
+    v: jax.Array  # [L, B, ...], the rest in value_order
     layer: jax.Array | int | None = None
-    slot_axis: int = struct.field(pytree_node=False, default=3)
+    key_order: str = struct.field(pytree_node=False, default=Format.key_order)
+    value_order: str = struct.field(pytree_node=False, default=Format.value_order)
 
     @classmethod
     def init(cls, spec: LayerSpec, layers: int, batch: int, capacity: int, format: Format) -> "Dense":
         """All zeros. Traceable: under `jax.eval_shape` it only counts."""
 
-        def zeros(width: int) -> jax.Array:
-            middle = (spec.num_kv_heads, capacity) if format.slot_axis == 3 else (capacity, spec.num_kv_heads)
-            return jnp.zeros((layers, batch, *middle, width), format.dtype)
+        def zeros(width: int, order: str) -> jax.Array:
+            size = {"S": capacity, "K": spec.num_kv_heads, "H": width}
+            return jnp.zeros((layers, batch, *(size[axis] for axis in order)), format.dtype)
 
-        return cls(k=zeros(spec.key_dim), v=zeros(spec.value_dim), slot_axis=format.slot_axis)
+        k, v = zeros(spec.key_dim, format.key_order), zeros(spec.value_dim, format.value_order)
+        return cls(k=k, v=v, key_order=format.key_order, value_order=format.value_order)
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[2 + self.key_order.index("S")]
 
     def logical_axes(self) -> "Dense":
         """The same tree with the names of each array's axes in its place."""
-        middle = (axes.KV_HEADS, axes.SLOTS) if self.slot_axis == 3 else (axes.SLOTS, axes.KV_HEADS)
-        names = (axes.LAYERS, axes.BATCH, *middle, axes.HEAD_DIM)
-        return self.replace(k=names, v=names)
+        name = {"S": axes.SLOTS, "K": axes.KV_HEADS, "H": axes.HEAD_DIM}
+        return self.replace(
+            k=(axes.LAYERS, axes.BATCH, *(name[axis] for axis in self.key_order)),
+            v=(axes.LAYERS, axes.BATCH, *(name[axis] for axis in self.value_order)),
+        )
 
     def attend(self, query: Query, new: KeyValue | None, step: Step, spec: AttentionSpec) -> tuple[jax.Array, "Dense"]:
         """Writes the new tokens' rows, then answers their queries from the slots held.
@@ -50,26 +58,28 @@ class Dense(struct.PyTreeNode):
           [B', T, N, Hv], zero for padded queries, and the new view.
         """
         if new is not None:
-            write = (self.layer, step.rows, step.start, step.count, self.slot_axis)
-            self = self.replace(k=append(self.k, new.k, *write), v=append(self.v, new.v, *write))
-        block = min(_BLOCK, self.k.shape[self.slot_axis])
+            write = (self.layer, step.rows, step.start, step.count)
+            self = self.replace(k=append(self.k, new.k, *write, self.key_order), v=append(self.v, new.v, *write, self.value_order))
+        block = min(_BLOCK, self.capacity)
 
         def read(index):
-            first = jnp.minimum(index * block, self.k.shape[self.slot_axis] - block)
-            k, v = self._block(self.k, step.rows, first, block), self._block(self.v, step.rows, first, block)
+            first = jnp.minimum(index * block, self.capacity - block)
+            k = self._block(self.k, self.key_order, "KHS", step.rows, first, block)
+            v = self._block(self.v, self.value_order, "KSH", step.rows, first, block)
             return k, v, first + jnp.arange(block, dtype=jnp.int32)
 
         limit = step.limit(query.q.shape[1])
         return blockwise_attention(query.q, read, block, limit, spec.scale), self
 
-    def _block(self, buffer: jax.Array, rows: jax.Array | None, first: jax.Array, block: int) -> jax.Array:
-        """Slots first..first+block of the given rows: [B', K, block, H]."""
+    def _block(self, buffer: jax.Array, order: str, wanted: str, rows: jax.Array | None, first: jax.Array, block: int) -> jax.Array:
+        """Slots first..first+block of the given rows: [B', ...], the rest in the wanted order."""
+        slot_axis = 2 + order.index("S")
 
         def slice_rows(row: jax.Array | int, count: int) -> jax.Array:
             corner = [self.layer, row, 0, 0, 0]
-            corner[self.slot_axis] = first
+            corner[slot_axis] = first
             size = [1, count, *buffer.shape[2:]]
-            size[self.slot_axis] = block
+            size[slot_axis] = block
             return jax.lax.dynamic_slice(buffer, corner, size)[0]
 
         if rows is None:
@@ -78,7 +88,7 @@ class Dense(struct.PyTreeNode):
             part = slice_rows(rows[0], 1)
         else:
             part = jax.vmap(lambda row: slice_rows(row, 1)[0])(rows)
-        return part if self.slot_axis == 3 else part.swapaxes(1, 2)
+        return part.transpose(0, *(1 + order.index(axis) for axis in wanted))
 
 
 def group(specs: Sequence[LayerSpec]) -> dict[LayerSpec, list[int]]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import kv
-from kernels import matmul, matmul_rows
+from kernels import matmul
 from model.config import ModelConfig
 from model.layers import Block, RMSNorm, RopeTables, rope_table
 from model.weights import scaled_normal, weight
@@ -39,6 +39,8 @@ class Transformer(nn.Module):
             if layer.attention.rope is not None
         }
         for number, layer in enumerate(c.layers):
+            if logits == "last" and tokens.shape[1] > 1 and number == len(c.layers) - 1:
+                step = step.replace(last_only=True)  # the other tokens leave their keys and values, and are done
             block = Block(layer, c.norm_eps, name=f"layer_{number}")
             if self.is_initializing():
                 x, view = block(x, ropes, step, cache.layer(number))
@@ -47,11 +49,11 @@ class Transformer(nn.Module):
                 x, view = _apply_block(block.clone(parent=None, name=None), weights, x, ropes, step, cache.layer(number))
             cache = cache.with_layer(number, view)
         if logits == "last":
-            x = jnp.take_along_axis(x, jnp.maximum(step.count - 1, 0)[:, None, None], axis=1)[:, 0]  # [B, D]
+            x = x[:, 0]  # [B, D]
         x = RMSNorm(c.norm_eps, name="final_norm")(x)
-        if c.tie_embeddings:
-            return matmul_rows(x, embedding).astype(jnp.float32), cache
-        head = weight(self, "head", (c.width, c.vocab_size), (axes.EMBED, axes.VOCAB), scaled_normal(1))
+        head = embedding
+        if not c.tie_embeddings:
+            head = weight(self, "head", (c.vocab_size, c.width), (axes.VOCAB, axes.EMBED), scaled_normal(1))
         return matmul(x, head).astype(jnp.float32), cache
 
 

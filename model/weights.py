@@ -12,10 +12,10 @@ Initializer = Callable[[jax.Array, Sequence[int], Any], jax.Array]
 
 
 def scaled_normal(axes: int) -> Initializer:
-    """Normal values with variance 1 / fan-in, the fan-in being the first `axes` axes."""
+    """Normal values with variance 1 / fan-in, the fan-in being the last `axes` axes."""
 
     def init(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
-        return _normal(key, tuple(shape), jnp.dtype(dtype)) * math.prod(shape[:axes]) ** -0.5
+        return _normal(key, tuple(shape), jnp.dtype(dtype)) * math.prod(shape[len(shape) - axes :]) ** -0.5
 
     return init
 

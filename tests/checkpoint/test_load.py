@@ -83,14 +83,14 @@ def test_every_weight_lands_in_its_place(path):
     for k in range(K):
         for g in range(G):
             q_rows = source["blk.1.attn_q.weight"].reshape(N, H, D)[k * G + g]
-            np.testing.assert_array_equal(layer["attention"]["wqkv"][:, k, g], q_rows.T)
+            np.testing.assert_array_equal(layer["attention"]["wqkv"][k, g], q_rows)
             out_columns = source["blk.1.attn_output.weight"].reshape(D, N, H)[:, k * G + g]
-            np.testing.assert_array_equal(layer["attention"]["wo"][k, g], out_columns.T)
-        np.testing.assert_array_equal(layer["attention"]["wqkv"][:, k, G], source["blk.1.attn_k.weight"].reshape(K, H, D)[k].T)
-        np.testing.assert_array_equal(layer["attention"]["wqkv"][:, k, G + 1], source["blk.1.attn_v.weight"].reshape(K, H, D)[k].T)
-    np.testing.assert_array_equal(layer["mlp"]["w_gate_up"][:, 0], source["blk.1.ffn_gate.weight"].T)
-    np.testing.assert_array_equal(layer["mlp"]["w_gate_up"][:, 1], source["blk.1.ffn_up.weight"].T)
-    np.testing.assert_array_equal(layer["mlp"]["w_down"], source["blk.1.ffn_down.weight"].T)
+            np.testing.assert_array_equal(layer["attention"]["wo"][:, k, g], out_columns)
+        np.testing.assert_array_equal(layer["attention"]["wqkv"][k, G], source["blk.1.attn_k.weight"].reshape(K, H, D)[k])
+        np.testing.assert_array_equal(layer["attention"]["wqkv"][k, G + 1], source["blk.1.attn_v.weight"].reshape(K, H, D)[k])
+    np.testing.assert_array_equal(layer["mlp"]["w_gate_up"][0], source["blk.1.ffn_gate.weight"])
+    np.testing.assert_array_equal(layer["mlp"]["w_gate_up"][1], source["blk.1.ffn_up.weight"])
+    np.testing.assert_array_equal(layer["mlp"]["w_down"], source["blk.1.ffn_down.weight"])
     np.testing.assert_array_equal(layer["attention_norm"]["scale"], source["blk.1.attn_norm.weight"])
     np.testing.assert_array_equal(layer["mlp_norm"]["scale"], source["blk.1.ffn_norm.weight"])
 
@@ -99,7 +99,7 @@ def test_an_untied_head_is_a_weight_of_its_own(path):
     head = np.random.default_rng(1).normal(size=(V, D)).astype(np.float32)
     loaded = checkpoint.load(write(path, weights() | {"output.weight": head}))
     assert not loaded.config.tie_embeddings
-    np.testing.assert_array_equal(loaded.params["head"], head.T)
+    np.testing.assert_array_equal(loaded.params["head"], head)
 
 
 def test_the_tree_is_the_abstract_tree_in_the_dtype_asked_for(path):
@@ -114,7 +114,7 @@ def test_quantized_tensors_load_as_the_values_they_stand_for(path, kind):
     name = "blk.0.ffn_down.weight"
     packed = gguf.quants.quantize(weights()[name], kind)
     params = checkpoint.load(write(path, weights(), packed={name: (packed, kind)})).params
-    np.testing.assert_array_equal(params["layer_0"]["mlp"]["w_down"], gguf.quants.dequantize(packed, kind).T)
+    np.testing.assert_array_equal(params["layer_0"]["mlp"]["w_down"], gguf.quants.dequantize(packed, kind))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_quantized_tensors_load_as_the_values_they_stand_for(path, kind):
         ({"skip": ("block_count",)}, "no metadata 'llama.block_count'"),
         ({"block_count": 3}, r"no tensor 'blk.2.attn_norm.weight'"),
         ({"block_count": 1}, "tensors that its architecture has no use for, such as 'blk.1.attn_k.weight'"),
-        ({"feed_forward_length": 65}, r"mlp.w_gate_up should have shape \(32, 2, 65\)"),
+        ({"feed_forward_length": 65}, r"mlp.w_gate_up should have shape \(2, 65, 32\)"),
         ({"attention.head_count": 8}, "attention.wqkv should have shape"),
     ],
 )

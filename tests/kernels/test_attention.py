@@ -18,8 +18,8 @@ def reader(k, v, block, on_read=lambda index: None):
     def read(index):
         on_read(index)
         first = jnp.minimum(index * block, k.shape[1] - block)
-        part = [jax.lax.dynamic_slice_in_dim(x, first, block, axis=1).swapaxes(1, 2) for x in (k, v)]
-        return *part, first + jnp.arange(block, dtype=jnp.int32)
+        k_part, v_part = (jax.lax.dynamic_slice_in_dim(x, first, block, axis=1) for x in (k, v))
+        return k_part.transpose(0, 2, 3, 1), v_part.swapaxes(1, 2), first + jnp.arange(block, dtype=jnp.int32)
 
     return read
 
@@ -43,10 +43,12 @@ def test_the_block_loop_equals_the_reference_for_any_limits(blockwise, seed, T):
     np.testing.assert_allclose(blockwise(q, k, v, limit), attention(q, k, v, limit, 0.3), atol=2e-6)  # f32, precision highest
 
 
-def test_more_queries_than_one_query_block_equal_the_reference():
+@pytest.mark.parametrize("value_dim", [H, 5, 11])
+def test_more_queries_than_one_query_block_equal_the_reference(value_dim):
     T = 300
     rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(1, T, heads, H)).astype(np.float32) for heads in (K * G, K, K))
+    shapes = (1, T, K * G, H), (1, T, K, H), (1, T, K, value_dim)
+    q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
     limit = np.where(np.arange(T) < 290, np.arange(T), -1)[None].astype(np.int32)
     got = blockwise_attention(q, reader(k, v, 64), 64, limit, scale=0.3)
     np.testing.assert_allclose(got, attention(q, k, v, limit, 0.3), atol=2e-6)

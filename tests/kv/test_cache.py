@@ -19,14 +19,15 @@ class Layers:
 
 WIDE, NARROW = kv.LayerSpec(num_kv_heads=4, key_dim=8, value_dim=6), kv.LayerSpec(num_kv_heads=1, key_dim=8, value_dim=8)
 HYBRID = Layers((WIDE, NARROW, WIDE, WIDE))
+ORDERS = [("SKH", "SKH"), ("KSH", "KSH"), ("KHS", "KSH")]
 LLAMA2_13B = Layers((kv.LayerSpec(40, 128, 128),) * 40)
 LLAMA3_8B = Layers((kv.LayerSpec(8, 128, 128),) * 32)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("slot_axis", [2, 3])
-def test_the_byte_count_is_that_of_the_live_arrays(dtype, slot_axis):
-    format = kv.Format(dtype=np.dtype(dtype), slot_axis=slot_axis)
+@pytest.mark.parametrize("orders", ORDERS)
+def test_the_byte_count_is_that_of_the_live_arrays(dtype, orders):
+    format = kv.Format(np.dtype(dtype), *orders)
     cache = kv.init(HYBRID, 3, 17, format)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == kv.nbytes(HYBRID, 3, 17, format)
 
@@ -45,20 +46,28 @@ def test_equal_layers_share_a_stack_and_each_finds_its_place():
 
 
 def test_every_array_names_each_of_its_axes():
-    for slot_axis in (2, 3):
-        cache = kv.init(HYBRID, 2, 5, kv.Format(slot_axis=slot_axis))
+    for orders in ORDERS:
+        cache = kv.init(HYBRID, 2, 5, kv.Format(np.dtype(np.float32), *orders))
         names = jax.tree.leaves(cache.logical_axes(), is_leaf=lambda leaf: isinstance(leaf, tuple) and isinstance(leaf[0], str))
         for array, axis_names in zip(jax.tree.leaves(cache), names, strict=True):
             assert len(axis_names) == array.ndim
             assert set(axis_names) <= axes.AXES
             if array.ndim > 1:
-                assert axis_names[slot_axis] == axes.SLOTS
-                assert array.shape[slot_axis] == 5
+                sizes = dict(zip(axis_names, array.shape, strict=True))
+                assert sizes[axes.SLOTS] == 5
+                assert sizes[axes.KV_HEADS] in (4, 1)
+                assert sizes[axes.HEAD_DIM] in (8, 6)
 
 
 def test_the_memory_order_follows_the_platform():
-    assert kv.Format.for_platform("cpu", np.dtype(np.float32)).slot_axis == 3
-    assert kv.Format.for_platform("tpu", np.dtype(jnp.bfloat16)).slot_axis == 2
+    assert kv.Format.for_platform("cpu", np.dtype(np.float32)) == kv.Format(np.dtype(np.float32), "KHS", "KSH")
+    assert kv.Format.for_platform("tpu", np.dtype(jnp.bfloat16)) == kv.Format(np.dtype(jnp.bfloat16), "SKH", "SKH")
+
+
+@pytest.mark.parametrize("order", ["SK", "SKV", "ksh", "SSKH"])
+def test_an_order_that_is_none_is_refused(order):
+    with pytest.raises(ValueError, match=f"key_order='{order}' is not an order"):
+        kv.Format(key_order=order)
 
 
 @pytest.mark.parametrize(("batch", "capacity", "message"), [(0, 5, "batch 0 is below 1"), (1, 0, "capacity 0 is below 1")])

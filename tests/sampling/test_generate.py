@@ -18,7 +18,7 @@ PROMPTS = [[3], [40, 41, 42, 5, 9], "the hen", [8, 60], "in the end, 12!"]
 OPTIONS = [
     SamplingOptions(max_new_tokens=20, ignore_eos=True),
     SamplingOptions(max_new_tokens=9, temperature=1.5, seed=7, ignore_eos=True),
-    SamplingOptions(max_new_tokens=30, temperature=0.9, top_k=40, seed=1, repetition_penalty=1.2),
+    SamplingOptions(max_new_tokens=30, temperature=0.9, top_k=40, seed=2, repetition_penalty=1.2),
     SamplingOptions(max_new_tokens=1, temperature=3.0, seed=3),
     SamplingOptions(max_new_tokens=13, temperature=2.0, top_p=0.9, seed=5, presence_penalty=0.5, ignore_eos=True),
 ]
@@ -57,7 +57,11 @@ def test_prompts_in_several_groups_keep_their_order(lm, completions):
 
 def test_each_answer_is_given_once_when_it_ends(lm, completions):
     given = list(generate_each(lm, PROMPTS, OPTIONS, **SHAPE))
-    assert [index for index, _ in given] == [1, 0, 3, 2, 4]  # the shorter one of each group first
+    length = [len(completion.tokens) for completion in completions]
+    groups = [sorted(group, key=lambda index: length[index]) for group in ([0, 1], [2, 3], [4])]  # the shorter one of each first
+    assert [index for index, _ in given] == [index for group in groups for index in group]
+    assert length[0] != length[1]
+    assert length[2] != length[3]
     assert {index: essence(completion) for index, completion in given} == dict(enumerate(map(essence, completions)))
 
 
