@@ -108,7 +108,7 @@ STACKS = {
         _llama_cpp("-f32", "weights widened to f32", widened=True),
     )
 }
-DEFAULT = tuple(name for name in STACKS if name not in ("diptych-bf16", "llama.cpp-f32"))
+DEFAULT = tuple(name for name in STACKS if name != "llama.cpp-f32")
 
 
 def find(names: Sequence[str]) -> list[Stack]:

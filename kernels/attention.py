@@ -14,6 +14,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from kernels.matmul import cpu_operands
+
 _MASKED = -1e30  # finite: a row with nothing to see must not give inf - inf
 _QUERY_BLOCK = 256
 
@@ -94,12 +96,12 @@ def _query_block(q, read, block, limit, scale):
         seen = (slots <= limits) & (slots >= index * block)  # [B, 1, G*T, C]
         # What lies past the held tokens is garbage, perhaps nan: 0 * nan would leak through the product with v.
         held = (slots <= jnp.max(limit, axis=1)[:, None])[:, None, :, None]
-        scores = jnp.where(seen, _scores(queries, k), _MASKED)
+        scores = jnp.where(seen, _product(queries, k), _MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         # 0 where masked; or 1 in rows that have seen nothing yet, which the first visible slot shrinks to 0.
         weights = jnp.exp(scores - new_top)
         shrink = jnp.exp(top - new_top)
-        mixed = _mix(weights.astype(q.dtype), jnp.where(held, v, 0))
+        mixed = _product(weights.astype(q.dtype), jnp.where(held, v, 0))
         return new_top, total * shrink + weights.sum(-1, keepdims=True), out * shrink + mixed
 
     state = (
@@ -112,20 +114,15 @@ def _query_block(q, read, block, limit, scale):
     return out.reshape(B, T, N, Hv).astype(q.dtype)
 
 
-def _dot(x, y, contract):
-    dims = (contract, ((0, 1), (0, 1)))
-    # As in kernels.matmul: the CPU backend's dot is fast in f32 only.
-    return jax.lax.platform_dependent(
-        x,
-        y,
-        cpu=lambda x, y: jax.lax.dot_general(x.astype(jnp.float32), y.astype(jnp.float32), dims),
-        default=lambda x, y: jax.lax.dot_general(x, y.astype(x.dtype), dims, preferred_element_type=jnp.float32),
-    )
+def _product(x, y):  # [B, K, R, I], [B, K, I, J] -> f32 [B, K, R, J], from operands in x's dtype
+    def product(x, y):
+        return jax.lax.dot_general(x, y, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
 
+    def cpu(x, y):
+        x, y = cpu_operands(x, y)
+        rows = x.shape[2]
+        if x.dtype == jnp.bfloat16 and rows == 1:
+            x = jnp.pad(x, ((0, 0), (0, 0), (0, 1), (0, 0)))  # one row of bf16 would take a naive loop
+        return product(x, y)[:, :, :rows]
 
-def _scores(queries, k):  # [B, K, R, H], [B, K, H, C] -> [B, K, R, C]
-    return _dot(queries, k, ((3,), (2,)))
-
-
-def _mix(weights, v):  # [B, K, R, C], [B, K, C, Hv] -> [B, K, R, Hv]
-    return _dot(weights, v, ((3,), (2,)))
+    return jax.lax.platform_dependent(x, y.astype(x.dtype), cpu=cpu, default=product)

@@ -4,8 +4,12 @@ Weights stand as checkpoints store them, [out, in]: nothing is transposed at loa
 the left operand.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
+
+from runtime import cpu_multiplies_bf16
 
 
 def matmul(x: jax.Array, w: jax.Array, axes: int = 1) -> jax.Array:
@@ -32,15 +36,25 @@ def _xla(x, w, axes):
 
 
 def _cpu(x, w, axes):
-    """XLA's CPU backend has a fast dot for f32 only: a bf16 one falls into a naive loop at 1 GB/s, so widen first. The values are the
-    same as `_xla`'s: f32 holds every bf16 product exactly.
-
-    Its dot packs the right operand anew in each call. With a few rows that would be most of the work, were it the weight; with the weight
-    left, 8 rows times [8192, 2048] read 28 GB/s instead of 11 to 15, and 128 rows take a third of the time.
-    """
-    wide = w.astype(x.dtype).astype(jnp.float32)
+    """The weight is the left operand: XLA's CPU dot packs the right one anew in each call, which with a few rows would be most of the work,
+    were it the weight. With the weight left, 8 rows times [8192, 2048] read 28 GB/s instead of 11 to 15, and 128 rows take a third of the
+    time."""
+    left, right = cpu_operands(w.astype(x.dtype), x)
+    outs, lead = w.ndim - axes, x.ndim - axes
+    lone = left.dtype == jnp.bfloat16 and lead > 0 and math.prod(x.shape[:lead]) == 1
+    if lone:
+        right = jnp.concatenate([right, right])  # one row of bf16 would take a naive loop
     contract = _contract(x, w, axes)[::-1]
-    out = jax.lax.dot_general(wide, x.astype(jnp.float32), (contract, ((), ())))  # [O..., ...]
-    outs = w.ndim - axes
+    out = jax.lax.dot_general(left, right, (contract, ((), ())), preferred_element_type=jnp.float32)  # [O..., ...]
     out = jax.lax.optimization_barrier(out)  # else the transpose is folded into the dot, which swaps its operands back
-    return out.transpose(*range(outs, out.ndim), *range(outs)).astype(x.dtype)
+    out = out.transpose(*range(outs, out.ndim), *range(outs)).astype(x.dtype)
+    return out[:1] if lone else out
+
+
+def cpu_operands(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The operands of a dot in the format that the CPU backend multiplies fast: bf16 with a f32 result where the processor has bf16
+    products (twice the speed of f32), else f32 (elsewhere bf16 falls into a naive loop at 1 GB/s). The result is the same: f32 holds every
+    bf16 product exactly."""
+    if x.dtype == y.dtype == jnp.bfloat16 and cpu_multiplies_bf16():
+        return x, y
+    return x.astype(jnp.float32), y.astype(jnp.float32)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from kernels import append, blockwise_attention
@@ -21,6 +22,7 @@ class Dense(struct.PyTreeNode):
     layer: jax.Array | int | None = None
     key_order: str = struct.field(pytree_node=False, default=Format.key_order)
     value_order: str = struct.field(pytree_node=False, default=Format.value_order)
+    dtype: np.dtype = struct.field(pytree_node=False, default=Format.dtype)  # of keys and values; the arrays may hold its bits
 
     @classmethod
     def init(cls, spec: LayerSpec, layers: int, batch: int, capacity: int, format: Format) -> "Dense":
@@ -28,10 +30,11 @@ class Dense(struct.PyTreeNode):
 
         def zeros(width: int, order: str) -> jax.Array:
             size = {"S": capacity, "K": spec.num_kv_heads, "H": width}
-            return jnp.zeros((layers, batch, *(size[axis] for axis in order)), format.dtype)
+            dtype = jnp.uint16 if format.as_bits else format.dtype
+            return jnp.zeros((layers, batch, *(size[axis] for axis in order)), dtype)
 
         k, v = zeros(spec.key_dim, format.key_order), zeros(spec.value_dim, format.value_order)
-        return cls(k=k, v=v, key_order=format.key_order, value_order=format.value_order)
+        return cls(k=k, v=v, key_order=format.key_order, value_order=format.value_order, dtype=format.dtype)
 
     @property
     def capacity(self) -> int:
@@ -59,7 +62,10 @@ class Dense(struct.PyTreeNode):
         """
         if new is not None:
             write = (self.layer, step.rows, step.start, step.count)
-            self = self.replace(k=append(self.k, new.k, *write, self.key_order), v=append(self.v, new.v, *write, self.value_order))
+            self = self.replace(
+                k=append(self.k, self._stored(new.k), *write, self.key_order),
+                v=append(self.v, self._stored(new.v), *write, self.value_order),
+            )
         block = min(_BLOCK, self.capacity)
 
         def read(index):
@@ -88,7 +94,13 @@ class Dense(struct.PyTreeNode):
             part = slice_rows(rows[0], 1)
         else:
             part = jax.vmap(lambda row: slice_rows(row, 1)[0])(rows)
+        if part.dtype != self.dtype:
+            part = jax.lax.bitcast_convert_type(part, self.dtype)
         return part.transpose(0, *(1 + order.index(axis) for axis in wanted))
+
+    def _stored(self, new: jax.Array) -> jax.Array:
+        new = new.astype(self.dtype)
+        return new if self.k.dtype == self.dtype else jax.lax.bitcast_convert_type(new, self.k.dtype)
 
 
 def group(specs: Sequence[LayerSpec]) -> dict[LayerSpec, list[int]]:

@@ -48,11 +48,13 @@ class Format:
       value_order: likewise. On CPU keys are "KHS" and values "KSH": both products of attention then read their right operand
         as it lies (several times faster for a few queries than "KSH" keys). On TPU, whose tiles are the last two axes, "SKH"
         appends without a temporary of the cache's size.
+      as_bits: store bf16 as uint16, bit for bit. The CPU backend widens a bf16 array whole when it writes to it.
     """
 
     dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable
     key_order: str = "KHS"
     value_order: str = "KSH"
+    as_bits: bool = False
 
     def __post_init__(self):
         for name in ("key_order", "value_order"):
@@ -62,7 +64,9 @@ class Format:
     @classmethod
     def for_platform(cls, platform: str, dtype: np.dtype) -> "Format":
         """The memory order that suits `cpu`, `gpu` or `tpu`."""
-        return cls(np.dtype(dtype)) if platform == "cpu" else cls(np.dtype(dtype), "SKH", "SKH")
+        if platform == "cpu":
+            return cls(np.dtype(dtype), as_bits=dtype == jnp.bfloat16)
+        return cls(np.dtype(dtype), "SKH", "SKH")
 
 
 class Step(struct.PyTreeNode):

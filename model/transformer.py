@@ -31,7 +31,9 @@ class Transformer(nn.Module):
         """Args: tokens int32 [B, T], any value where padded. Returns: f32 [B, V] at each row's last token, or [B, T, V] of all."""
         c = self.config
         embedding = weight(self, "embedding", (c.vocab_size, c.width), (axes.VOCAB, axes.EMBED), scaled_normal(0))
-        x = jnp.take(embedding, tokens, axis=0, mode="clip").astype(self.dtype)  # [B, T, D]
+        # Tied to the tokens by a barrier, lest a decode loop on CPU widens the whole bf16 table ahead of its first step.
+        table, tokens = jax.lax.optimization_barrier((embedding, tokens))
+        x = jnp.take(table, tokens, axis=0, mode="clip").astype(self.dtype)  # [B, T, D]
         positions = step.positions(tokens.shape[1])
         ropes = {
             layer.attention.rope: rope_table(layer.attention.rope, layer.attention.head_dim, positions)

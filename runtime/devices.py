@@ -1,6 +1,8 @@
 """What JAX runs on: default number formats, and the compilation cache on disk."""
 
+import functools
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,16 @@ def resolve_dtype(flag: str, name: str) -> jnp.dtype:
     if name not in DTYPES:
         raise UserError(f"--{flag}={name} is not known: use one of auto, {', '.join(DTYPES)}")
     return jnp.dtype(DTYPES[name])
+
+
+@functools.cache
+def cpu_multiplies_bf16() -> bool:
+    """Whether this processor has bf16 products (AVX512-BF16 or AMX): only then is the CPU backend's bf16 dot fast."""
+    try:
+        known = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return False
+    return "avx512_bf16" in known or "amx_bf16" in known
 
 
 def enable_compilation_cache() -> None:

@@ -27,7 +27,7 @@ LLAMA3_8B = Layers((kv.LayerSpec(8, 128, 128),) * 32)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("orders", ORDERS)
 def test_the_byte_count_is_that_of_the_live_arrays(dtype, orders):
-    format = kv.Format(np.dtype(dtype), *orders)
+    format = kv.Format(np.dtype(dtype), *orders, as_bits=dtype == jnp.bfloat16)
     cache = kv.init(HYBRID, 3, 17, format)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == kv.nbytes(HYBRID, 3, 17, format)
 
@@ -62,6 +62,22 @@ def test_every_array_names_each_of_its_axes():
 def test_the_memory_order_follows_the_platform():
     assert kv.Format.for_platform("cpu", np.dtype(np.float32)) == kv.Format(np.dtype(np.float32), "KHS", "KSH")
     assert kv.Format.for_platform("tpu", np.dtype(jnp.bfloat16)) == kv.Format(np.dtype(jnp.bfloat16), "SKH", "SKH")
+
+    assert kv.Format.for_platform("cpu", np.dtype(jnp.bfloat16)) == kv.Format(np.dtype(jnp.bfloat16), "KHS", "KSH", as_bits=True)
+
+
+def test_bf16_kept_as_bits_is_bf16():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 5, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2))
+    step = kv.Step(rows=None, start=jnp.zeros(2, jnp.int32), count=jnp.asarray([5, 3]))
+    outs = []
+    for as_bits in (False, True):
+        cache = kv.init(Layers((kv.LayerSpec(2, 8, 8),)), 2, 8, kv.Format(np.dtype(jnp.bfloat16), as_bits=as_bits))
+        outs.append(cache.layer(0).attend(kv.Query(q), kv.KeyValue(k, v), step, kv.AttentionSpec(scale=0.3)))
+    (plain, plain_view), (bits, bits_view) = outs
+    assert bits_view.k.dtype == jnp.uint16
+    np.testing.assert_array_equal(bits, plain)
+    np.testing.assert_array_equal(bits_view.v, np.asarray(plain_view.v).view(np.uint16))
 
 
 @pytest.mark.parametrize("order", ["SK", "SKV", "ksh", "SSKH"])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kv
-from model import Transformer, decode_step, prefill
+from model import Transformer, decode_step, init_params, prefill
 
 B, CAPACITY, T = 3, 40, 24
 
@@ -37,8 +37,8 @@ def assert_equal(got, want):
     np.testing.assert_allclose(got, want, atol=1e-4 * scale, rtol=0)
 
 
-def empty(config, platform="cpu", batch=B, capacity=CAPACITY):
-    return kv.init(config, batch, capacity, kv.Format.for_platform(platform, np.dtype(np.float32)))
+def empty(config, platform="cpu", batch=B, capacity=CAPACITY, dtype=jnp.float32):
+    return kv.init(config, batch, capacity, kv.Format.for_platform(platform, np.dtype(dtype)))
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])  # memory orders; both run here
@@ -174,3 +174,16 @@ def test_a_row_may_keep_a_part_of_what_it_holds(model, tiny_params, tiny_config,
     logits, cache = prefill(model, tiny_params, cache, part, counts, rows, held)
     assert_equal(logits, jnp.stack([full[2, 17], full[0, 7]]))
     np.testing.assert_array_equal(cache.lengths, [8, T, 18])
+
+
+def test_on_cpu_no_program_widens_the_whole_bf16_cache(tiny_config):
+    dtype = jnp.dtype(jnp.bfloat16)
+    cache, params = empty(tiny_config, dtype=dtype), init_params(tiny_config, dtype=dtype)
+    model, zeros = Transformer(tiny_config, dtype), jnp.zeros((B,), jnp.int32)
+    programs = decode_step.lower(model, params, cache, zeros), prefill.lower(model, params, cache, jnp.zeros((B, 8), jnp.int32), zeros)
+    for program in programs:
+        text = program.compile().as_text()
+        for array in (cache.stores[0].k, cache.stores[0].v):
+            shape = ",".join(map(str, array.shape))
+            assert f"u16[{shape}]" in text
+            assert f"f32[{shape}]" not in text
