@@ -1,7 +1,20 @@
 """Floor 0: one operation per file, each with a plain jnp form that runs everywhere; lowerings are chosen inside the operation."""
 
 from kernels.append import append
-from kernels.attention import attention, blockwise_attention
-from kernels.matmul import matmul
+from kernels.attention import Scoring, attention, blockwise_attention
+from kernels.experts import experts
+from kernels.indexer import blockwise_index_scores, index_scores, top_slots
+from kernels.matmul import head_matmul, matmul
 
-__all__ = ["append", "attention", "blockwise_attention", "matmul"]
+__all__ = [
+    "Scoring",
+    "append",
+    "attention",
+    "blockwise_attention",
+    "blockwise_index_scores",
+    "experts",
+    "head_matmul",
+    "index_scores",
+    "matmul",
+    "top_slots",
+]

@@ -1,14 +1,16 @@
 """Softmax attention over keys and values that are given whole, or read block by block with a running softmax.
 
-Both take grouped queries: G query heads share one of K key/value heads. A query may see slots 0..limit of its own row:
+Both take grouped queries: G query heads share one of K key/value heads. A query may see slots 0..limit of its own row, or, with a window,
+the last `window` of them:
 
-    limit [B, T]       count = 2, start = 1, T = 4      slot  0 1 2 3
-    query 0  -> 1                                             x x . .
-    query 1  -> 2                                             x x x .
-    query 2  -> -1  (padding: sees nothing, returns 0)        . . . .
-    query 3  -> -1                                            . . . .
+    limit [B, T]       count = 2, start = 1, T = 4      slot  0 1 2 3      window = 1
+    query 0  -> 1                                             x x . .      . x . .
+    query 1  -> 2                                             x x x .      . . x .
+    query 2  -> -1  (padding: sees nothing, returns 0)        . . . .      . . . .
+    query 3  -> -1                                            . . . .      . . . .
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -20,35 +22,72 @@ _MASKED = -1e30  # finite: a row with nothing to see must not give inf - inf
 _QUERY_BLOCK = 256
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, limit: jax.Array, scale: float) -> jax.Array:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scoring:
+    """How scores are made and which of them count.
+
+    Attributes:
+      scale: multiplies q . k.
+      window: slots that a query sees, its own included; None sees all up to its limit.
+      softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118).
+      sinks: f32 [N], one more logit per head that takes probability and has no value (gpt-oss, arXiv 2508.10925).
+      allowed: bool [B, T, S], slots that a query may see besides; None allows all.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: jax.Array | None = None
+    allowed: jax.Array | None = None
+
+    def score(self, dots: jax.Array) -> jax.Array:
+        """What goes into the softmax, from the products of scaled queries with keys."""
+        return dots if self.softcap is None else self.softcap * jnp.tanh(dots / self.softcap)
+
+    def seen(self, slots: jax.Array, limit: jax.Array) -> jax.Array:
+        """Which of `slots` a query with this limit sees; the two are broadcast."""
+        inside = slots <= limit
+        return inside if self.window is None else inside & (slots > limit - self.window)
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, limit: jax.Array, scoring: Scoring) -> jax.Array:
     """The reference: scores of all keys at once.
 
     Args:
       q: [B, T, N, H]; k: [B, S, K, H]; v: [B, S, K, Hv].
       limit: int32 [B, T], the last slot that each query sees; -1 sees none.
-      scale: multiplies the scores.
+      scoring: how scores are made.
 
     Returns:
       [B, T, N, Hv] in q's dtype; 0 where a query sees nothing.
     """
     B, T, N, _ = q.shape
     K = k.shape[2]
-    grouped = q.reshape(B, T, K, N // K, -1).astype(jnp.float32)
-    seen = (jnp.arange(k.shape[1]) <= limit[..., None])[:, None, None]  # [B, 1, 1, T, S]
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k.astype(jnp.float32)) * scale
+    grouped = q.reshape(B, T, K, N // K, -1).astype(jnp.float32) * scoring.scale
+    seen = scoring.seen(jnp.arange(k.shape[1]), limit[..., None])
+    if scoring.allowed is not None:
+        seen &= scoring.allowed
+    seen = seen[:, None, None]  # [B, 1, 1, T, S]
+    scores = scoring.score(jnp.einsum("btkgh,bskh->bkgts", grouped, k.astype(jnp.float32)))
     scores = jnp.where(seen, scores, _MASKED)
-    weights = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    top = scores.max(-1, keepdims=True)
+    rest = 0.0
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.astype(jnp.float32).reshape(K, N // K, 1, 1)
+        top = jnp.maximum(top, sinks)
+        rest = jnp.exp(sinks - top)
+    weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
+    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True) + rest, 1e-30)
     out = jnp.einsum("bkgts,bskh->btkgh", weights, v.astype(jnp.float32))
     return out.reshape(B, T, N, -1).astype(q.dtype)
 
 
 def blockwise_attention(
-    q: jax.Array, read: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]], block: int, limit: jax.Array, scale: float
+    q: jax.Array, read: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]], block: int, limit: jax.Array, scoring: Scoring
 ) -> jax.Array:
     """Attention over keys that are read a block at a time, with a running maximum and sum (Milakov & Gimelshein 2018,
-    arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135). Its cost follows `limit`, not the capacity: blocks past the last
-    visible slot are never read, and a block of queries reads only what the last of them sees.
+    arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135). Its cost follows `limit`, not the capacity: blocks past the last visible slot, or
+    before the first one of a window, are never read, and a block of queries reads only what they see.
 
     Args:
       q: [B, T, N, H].
@@ -56,47 +95,62 @@ def blockwise_attention(
         then the first counts.
       block: C, slots per block.
       limit: int32 [B, T], the last slot that each query sees; -1 sees none.
-      scale: multiplies the scores.
+      scoring: how scores are made.
 
     Returns:
       [B, T, N, Hv] in q's dtype; 0 where a query sees nothing.
     """
     T, H = q.shape[1], q.shape[3]
     if T <= _QUERY_BLOCK:
-        return _query_block(q, read, block, limit, scale)
+        return _query_block(q, read, block, limit, scoring)
     blocks = -(-T // _QUERY_BLOCK)
     pad = blocks * _QUERY_BLOCK - T
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
     limit = jnp.pad(limit, ((0, 0), (0, pad)), constant_values=-1)
+    allowed = scoring.allowed
+    if allowed is not None:
+        allowed = jnp.pad(allowed, ((0, 0), (0, pad), (0, 0)))
     width = jax.eval_shape(read, jax.ShapeDtypeStruct((), jnp.int32))[1].shape[3]
     if width > H:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, width - H)))
 
     def one(index, both):  # queries not answered yet, and answers, which take their places
         first = index * _QUERY_BLOCK
-        part, seen = (jax.lax.dynamic_slice_in_dim(x, first, _QUERY_BLOCK, axis=1) for x in (both, limit))
-        return jax.lax.dynamic_update_slice(both, _query_block(part[..., :H], read, block, seen, scale), (0, first, 0, 0))
+
+        def part(x):
+            return None if x is None else jax.lax.dynamic_slice_in_dim(x, first, _QUERY_BLOCK, axis=1)
+
+        here = dataclasses.replace(scoring, allowed=part(allowed))
+        answer = _query_block(part(both)[..., :H], read, block, part(limit), here)
+        return jax.lax.dynamic_update_slice(both, answer, (0, first, 0, 0))
 
     return jax.lax.fori_loop(0, blocks, one, q)[:, :T, :, :width]
 
 
-def _query_block(q, read, block, limit, scale):
+def _query_block(q, read, block, limit, scoring):
     B, T, N, H = q.shape
     first_k, first_v, _ = jax.eval_shape(read, jax.ShapeDtypeStruct((), jnp.int32))
     K, Hv = first_k.shape[1], first_v.shape[3]
     G = N // K
     # Queries of one KV head are rows of one matrix, so that each block costs two dots per (row, KV head).
-    queries = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H) * scale
+    queries = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H) * scoring.scale
     limits = jnp.tile(limit, (1, G))[:, None, :, None]  # [B, 1, G*T, 1]
-    bound = (jnp.max(limit) + block) // block  # blocks that hold a visible slot
+    last = jnp.max(limit, axis=1)  # [B], the last slot that any query of a row sees
+    first, begin, end = None, 0, (jnp.max(last) + block) // block  # blocks that hold a visible slot
+    if scoring.window is not None:
+        first = jnp.min(jnp.where(limit >= 0, limit, jnp.max(last)), axis=1) - scoring.window + 1  # [B], the first one
+        begin = jnp.maximum(jnp.min(first), 0) // block
 
     def step(index, state):
         top, total, out = state
         k, v, slots = read(index)
-        seen = (slots <= limits) & (slots >= index * block)  # [B, 1, G*T, C]
+        seen = scoring.seen(slots, limits) & (slots >= index * block)  # [B, 1, G*T, C]
+        if scoring.allowed is not None:
+            seen &= jnp.tile(scoring.allowed[:, :, slots], (1, G, 1))[:, None]
         # What lies past the held tokens is garbage, perhaps nan: 0 * nan would leak through the product with v.
-        held = (slots <= jnp.max(limit, axis=1)[:, None])[:, None, :, None]
-        scores = jnp.where(seen, _product(queries, k), _MASKED)
+        held = slots <= last[:, None]
+        held = (held if first is None else held & (slots >= first[:, None]))[:, None, :, None]
+        scores = jnp.where(seen, scoring.score(_product(queries, k)), _MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         # 0 where masked; or 1 in rows that have seen nothing yet, which the first visible slot shrinks to 0.
         weights = jnp.exp(scores - new_top)
@@ -104,13 +158,13 @@ def _query_block(q, read, block, limit, scale):
         mixed = _product(weights.astype(q.dtype), jnp.where(held, v, 0))
         return new_top, total * shrink + weights.sum(-1, keepdims=True), out * shrink + mixed
 
-    state = (
-        jnp.full((B, K, G * T, 1), _MASKED, jnp.float32),
-        jnp.zeros((B, K, G * T, 1), jnp.float32),
-        jnp.zeros((B, K, G * T, Hv), jnp.float32),
-    )
-    _, total, out = jax.lax.fori_loop(0, bound, step, state)
-    out = jnp.where(limits >= 0, out / jnp.maximum(total, 1e-30), 0.0).reshape(B, K, G, T, Hv).transpose(0, 3, 1, 2, 4)
+    top, total = jnp.full((B, K, G * T, 1), _MASKED, jnp.float32), jnp.zeros((B, K, G * T, 1), jnp.float32)
+    if scoring.sinks is not None:  # a slot seen already, whose value is 0
+        sinks = jnp.repeat(scoring.sinks.astype(jnp.float32).reshape(K, G), T, axis=1)
+        top, total = jnp.broadcast_to(sinks[None, :, :, None], top.shape), jnp.ones_like(total)
+    top, total, out = jax.lax.fori_loop(begin, end, step, (top, total, jnp.zeros((B, K, G * T, Hv), jnp.float32)))
+    out = jnp.where(top == _MASKED, 0.0, out / jnp.maximum(total, 1e-30))  # a top that has not moved: nothing was seen
+    out = out.reshape(B, K, G, T, Hv).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, N, Hv).astype(q.dtype)
 
 

@@ -51,6 +51,32 @@ def _cpu(x, w, axes):
     return out[:1] if lone else out
 
 
+def head_matmul(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
+    """Every head's own product, accumulated in f32.
+
+    Args:
+      x: activations [B, T, N, I], any float dtype.
+      w: a matrix per head, [N, I, O] with axis=1 or [N, O, I] with axis=2: `axis` is the one to sum over. Rounded to x's dtype.
+
+    Returns:
+      [B, T, N, O] in x's dtype.
+    """
+
+    def default(x, w):
+        spec = {1: "btni,nio->btno", 2: "btni,noi->btno"}[axis]
+        return jnp.einsum(spec, x, w.astype(x.dtype), preferred_element_type=jnp.float32).astype(x.dtype)
+
+    def cpu(x, w):  # the weight on the side where it is read as it lies; f32, since the backend has bf16 products for some layouts only
+        B, T, N, _ = x.shape
+        rows, wide = x.reshape(B * T, N, -1).astype(jnp.float32), w.astype(x.dtype).astype(jnp.float32)
+        left, right = (rows.swapaxes(0, 1), wide) if axis == 1 else (wide, rows.transpose(1, 2, 0))
+        out = jax.lax.optimization_barrier(jnp.matmul(left, right))  # [N, B * T, O] or [N, O, B * T]
+        out = out.swapaxes(0, 1) if axis == 1 else out.transpose(2, 0, 1)
+        return out.reshape(B, T, N, -1).astype(x.dtype)
+
+    return jax.lax.platform_dependent(x, w, cpu=cpu, default=default)
+
+
 def cpu_operands(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The operands of a dot in the format that the CPU backend multiplies fast: bf16 with a f32 result where the processor has bf16
     products (twice the speed of f32), else f32 (elsewhere bf16 falls into a naive loop at 1 GB/s). The result is the same: f32 holds every

@@ -88,7 +88,7 @@ def fresh(config: HasCacheLayers, batch: int) -> Cache:
 
 def bytes_per_token(config: HasCacheLayers, format: Format) -> int:
     """Bytes that one more token of one row takes, over all layers."""
-    width = sum(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in config.cache_layers)
+    width = sum(spec.num_kv_heads * (spec.key_dim + spec.value_dim) + spec.index_dim for spec in config.cache_layers)
     return width * jnp.dtype(format.dtype).itemsize
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from kernels import append, blockwise_attention
+from kernels import append, blockwise_attention, blockwise_index_scores, top_slots
 from kv.types import AttentionSpec, Format, KeyValue, LayerSpec, Query, Step
 from sharding import axes
 
@@ -19,6 +19,7 @@ class Dense(struct.PyTreeNode):
 
     k: jax.Array  # [L, B, ...], the rest in key_order
     v: jax.Array  # [L, B, ...], the rest in value_order
+    index_k: jax.Array | None = None  # [L, B, ...], the rest in key_order with K = 1: an indexer's keys
     layer: jax.Array | int | None = None
     key_order: str = struct.field(pytree_node=False, default=Format.key_order)
     value_order: str = struct.field(pytree_node=False, default=Format.value_order)
@@ -28,13 +29,14 @@ class Dense(struct.PyTreeNode):
     def init(cls, spec: LayerSpec, layers: int, batch: int, capacity: int, format: Format) -> "Dense":
         """All zeros. Traceable: under `jax.eval_shape` it only counts."""
 
-        def zeros(width: int, order: str) -> jax.Array:
-            size = {"S": capacity, "K": spec.num_kv_heads, "H": width}
+        def zeros(width: int, order: str, heads: int = spec.num_kv_heads) -> jax.Array:
+            size = {"S": capacity, "K": heads, "H": width}
             dtype = jnp.uint16 if format.as_bits else format.dtype
             return jnp.zeros((layers, batch, *(size[axis] for axis in order)), dtype)
 
         k, v = zeros(spec.key_dim, format.key_order), zeros(spec.value_dim, format.value_order)
-        return cls(k=k, v=v, key_order=format.key_order, value_order=format.value_order, dtype=format.dtype)
+        index_k = zeros(spec.index_dim, format.key_order, heads=1) if spec.index_dim else None
+        return cls(k=k, v=v, index_k=index_k, key_order=format.key_order, value_order=format.value_order, dtype=format.dtype)
 
     @property
     def capacity(self) -> int:
@@ -43,39 +45,61 @@ class Dense(struct.PyTreeNode):
     def logical_axes(self) -> "Dense":
         """The same tree with the names of each array's axes in its place."""
         name = {"S": axes.SLOTS, "K": axes.KV_HEADS, "H": axes.HEAD_DIM}
-        return self.replace(
-            k=(axes.LAYERS, axes.BATCH, *(name[axis] for axis in self.key_order)),
-            v=(axes.LAYERS, axes.BATCH, *(name[axis] for axis in self.value_order)),
-        )
+        k, v = ((axes.LAYERS, axes.BATCH, *(name[axis] for axis in order)) for order in (self.key_order, self.value_order))
+        index_k = None if self.index_k is None else tuple(axes.ONE if axis == axes.KV_HEADS else axis for axis in k)
+        return self.replace(k=k, v=v, index_k=index_k)
 
-    def attend(self, query: Query, new: KeyValue | None, step: Step, spec: AttentionSpec) -> tuple[jax.Array, "Dense"]:
+    def attend(
+        self, query: Query, new: KeyValue | None, step: Step, spec: AttentionSpec, sinks: jax.Array | None = None
+    ) -> tuple[jax.Array, "Dense"]:
         """Writes the new tokens' rows, then answers their queries from the slots held.
 
         Args:
-          query: q [B', T, N, H].
-          new: k [B', T, K, H] and v [B', T, K, Hv], or None to read only.
+          query: q [B', T, N, H], and an indexer's where `spec.top_k` is set.
+          new: k [B', T, K, H] and v [B', T, K, Hv] (and index_k), or None to read only.
           step: which cache rows and positions the tokens are; slots at or past the capacity are dropped.
           spec: static.
+          sinks: [N], see `kernels.Scoring`.
 
         Returns:
           [B', T, N, Hv], zero for padded queries, and the new view.
         """
         if new is not None:
-            write = (self.layer, step.rows, step.start, step.count)
-            self = self.replace(
-                k=append(self.k, self._stored(new.k), *write, self.key_order),
-                v=append(self.v, self._stored(new.v), *write, self.value_order),
-            )
+            self = self._with(new, step)
         block = min(_BLOCK, self.capacity)
 
-        def read(index):
+        def slots(index):
             first = jnp.minimum(index * block, self.capacity - block)
+            return first, first + jnp.arange(block, dtype=jnp.int32)
+
+        def read(index):
+            first, where = slots(index)
             k = self._block(self.k, self.key_order, "KHS", step.rows, first, block)
             v = self._block(self.v, self.value_order, "KSH", step.rows, first, block)
-            return k, v, first + jnp.arange(block, dtype=jnp.int32)
+            return k, v, where
 
-        limit = step.limit(query.q.shape[1])
-        return blockwise_attention(query.q, read, block, limit, spec.scale), self
+        def read_index(index):
+            first, where = slots(index)
+            return self._block(self.index_k, self.key_order, "KSH", step.rows, first, block)[:, 0], where
+
+        limit, allowed = step.limit(query.q.shape[1]), None
+        if spec.top_k is not None:
+            scores = blockwise_index_scores(query.index_q, query.index_w, read_index, block, limit, self.capacity)
+            allowed = top_slots(scores, limit, spec.top_k)
+        return blockwise_attention(query.q, read, block, limit, spec.scoring(sinks, allowed)), self
+
+    def _with(self, new: KeyValue, step: Step) -> "Dense":
+        def written(buffer: jax.Array, rows: jax.Array, order: str) -> jax.Array:
+            rows = rows.astype(self.dtype)
+            if buffer.dtype != self.dtype:
+                rows = jax.lax.bitcast_convert_type(rows, buffer.dtype)
+            return append(buffer, rows, self.layer, step.rows, step.start, step.count, order)
+
+        return self.replace(
+            k=written(self.k, new.k, self.key_order),
+            v=written(self.v, new.v, self.value_order),
+            index_k=None if self.index_k is None else written(self.index_k, new.index_k, self.key_order),
+        )
 
     def _block(self, buffer: jax.Array, order: str, wanted: str, rows: jax.Array | None, first: jax.Array, block: int) -> jax.Array:
         """Slots first..first+block of the given rows: [B', ...], the rest in the wanted order."""
@@ -97,10 +121,6 @@ class Dense(struct.PyTreeNode):
         if part.dtype != self.dtype:
             part = jax.lax.bitcast_convert_type(part, self.dtype)
         return part.transpose(0, *(1 + order.index(axis) for axis in wanted))
-
-    def _stored(self, new: jax.Array) -> jax.Array:
-        new = new.astype(self.dtype)
-        return new if self.k.dtype == self.dtype else jax.lax.bitcast_convert_type(new, self.k.dtype)
 
 
 def group(specs: Sequence[LayerSpec]) -> dict[LayerSpec, list[int]]:

@@ -8,11 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from kernels import Scoring
+
 
 class Query(NamedTuple):
     """Queries of the new tokens."""
 
     q: jax.Array  # [B, T, N, H]
+    index_q: jax.Array | None = None  # [B, T, Hi, Di], of an indexer
+    index_w: jax.Array | None = None  # [B, T, Hi], the weight of each of its heads
 
 
 class KeyValue(NamedTuple):
@@ -20,6 +24,7 @@ class KeyValue(NamedTuple):
 
     k: jax.Array  # [B, T, K, H]
     v: jax.Array  # [B, T, K, Hv]
+    index_k: jax.Array | None = None  # [B, T, 1, Di], of an indexer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +32,13 @@ class AttentionSpec:
     """How a layer attends; static. Attention is causal: a query sees its own slot and all before it."""
 
     scale: float  # multiplies q . k
+    window: int | None = None  # slots that a query sees, its own included
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    top_k: int | None = None  # slots that a query sees at most, the best by its indexer
+
+    def scoring(self, sinks: jax.Array | None, allowed: jax.Array | None) -> Scoring:
+        """What `kernels.attention` wants to know."""
+        return Scoring(scale=self.scale, window=self.window, softcap=self.softcap, sinks=sinks, allowed=allowed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +48,7 @@ class LayerSpec:
     num_kv_heads: int  # K
     key_dim: int  # H
     value_dim: int  # Hv
+    index_dim: int = 0  # Di: of an indexer's key; 0: there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +105,12 @@ class Step(struct.PyTreeNode):
         """Absolute position of each of `length` tokens: int32 [B', length]."""
         return self.start[:, None] + jnp.arange(length, dtype=jnp.int32)
 
+    def real(self, length: int) -> jax.Array:
+        """Which of `length` tokens are no padding: bool [B', length]."""
+        return jnp.arange(length, dtype=jnp.int32) < self.count[:, None]
+
     def limit(self, length: int) -> jax.Array:
         """The last slot that each of `length` queries sees, its own; -1 for padding: int32 [B', length]."""
         if self.last_only:
             return jnp.where(self.count > 0, self.start + self.count - 1, -1)[:, None]
-        real = jnp.arange(length, dtype=jnp.int32) < self.count[:, None]
-        return jnp.where(real, self.positions(length), -1)
+        return jnp.where(self.real(length), self.positions(length), -1)

@@ -14,6 +14,10 @@ QKV = "qkv"  # G + 2: the query heads of one KV head, then its key, then its val
 HEAD_DIM = "head_dim"  # H
 GATE_UP = "gate_up"  # 2: gate, up
 MLP = "mlp"  # F
-NORM = "norm"  # a norm's scale, over the width
+NORM = "norm"  # a vector over the width: a norm's scale, an expert's bias
+EXPERTS = "experts"  # E: experts of a mixture
+LATENT = "latent"  # C: a low-rank projection between the width and the heads
+INDEX = "index"  # Hi: an indexer's heads
+ONE = "one"  # a single row
 
-AXES = frozenset({BATCH, SLOTS, LAYERS, VOCAB, EMBED, KV_HEADS, Q_PER_KV, QKV, HEAD_DIM, GATE_UP, MLP, NORM})
+AXES = frozenset({BATCH, SLOTS, LAYERS, VOCAB, EMBED, KV_HEADS, Q_PER_KV, QKV, HEAD_DIM, GATE_UP, MLP, NORM, EXPERTS, LATENT, INDEX, ONE})

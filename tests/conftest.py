@@ -36,7 +36,7 @@ def smollm2_golden() -> list[dict]:
 @pytest.fixture(scope="session")
 def tiny_config() -> ModelConfig:
     """Three layers of grouped-query attention, small enough to compile in a second."""
-    layer = LayerConfig(AttentionConfig(num_heads=6, num_kv_heads=2, head_dim=8, rope=Rope(theta=10000.0)), MLPConfig(hidden=64))
+    layer = LayerConfig(AttentionConfig(num_heads=6, num_kv_heads=2, head_dim=8, rope=Rope(theta=10000.0, dim=8)), MLPConfig(hidden=64))
     return ModelConfig(vocab_size=101, width=48, layers=(layer,) * 3, norm_eps=1e-5, tie_embeddings=True, context_length=512)
 
 

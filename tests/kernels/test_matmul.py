@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import matmul
+from kernels import head_matmul, matmul
 
 rng = np.random.default_rng(0)
 X, W = rng.normal(size=(2, 3, 4, 8)), rng.normal(size=(5, 6, 4, 8))
@@ -29,3 +29,15 @@ def test_operands_in_the_format_of_x_are_multiplied_exactly_and_summed_in_f32(x_
     assert got.dtype == x_dtype
     # One rounding to the result's format (2^-8 for bf16), besides f32 sums of eight terms.
     np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-8, atol=1e-2 if x_dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize(("x_dtype", "w_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+def test_every_head_meets_its_own_matrix(axis, T, x_dtype, w_dtype):
+    x, w = jnp.asarray(rng.normal(size=(1, T, 4, 8)), x_dtype), jnp.asarray(rng.normal(size=(4, 8, 8)), w_dtype)
+    rounded = np.asarray(w.astype(x_dtype), np.float64)
+    exact = np.einsum("btni,nio->btno" if axis == 1 else "btni,noi->btno", np.asarray(x, np.float64), rounded)
+    got = head_matmul(x, w, axis)
+    assert got.dtype == x_dtype
+    np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-8 if x_dtype == "bfloat16" else 1e-5, atol=1e-5)

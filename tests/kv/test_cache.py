@@ -19,6 +19,7 @@ class Layers:
 
 WIDE, NARROW = kv.LayerSpec(num_kv_heads=4, key_dim=8, value_dim=6), kv.LayerSpec(num_kv_heads=1, key_dim=8, value_dim=8)
 HYBRID = Layers((WIDE, NARROW, WIDE, WIDE))
+INDEXED = Layers((kv.LayerSpec(num_kv_heads=4, key_dim=8, value_dim=6, index_dim=3),) * 2)
 ORDERS = [("SKH", "SKH"), ("KSH", "KSH"), ("KHS", "KSH")]
 LLAMA2_13B = Layers((kv.LayerSpec(40, 128, 128),) * 40)
 LLAMA3_8B = Layers((kv.LayerSpec(8, 128, 128),) * 32)
@@ -26,10 +27,11 @@ LLAMA3_8B = Layers((kv.LayerSpec(8, 128, 128),) * 32)
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("orders", ORDERS)
-def test_the_byte_count_is_that_of_the_live_arrays(dtype, orders):
+@pytest.mark.parametrize("layers", [HYBRID, INDEXED])
+def test_the_byte_count_is_that_of_the_live_arrays(dtype, orders, layers):
     format = kv.Format(np.dtype(dtype), *orders, as_bits=dtype == jnp.bfloat16)
-    cache = kv.init(HYBRID, 3, 17, format)
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == kv.nbytes(HYBRID, 3, 17, format)
+    cache = kv.init(layers, 3, 17, format)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == kv.nbytes(layers, 3, 17, format)
 
 
 def test_published_figures_come_out():
@@ -45,9 +47,10 @@ def test_equal_layers_share_a_stack_and_each_finds_its_place():
     assert cache.stores[0].v.shape == (3, 2, 4, 5, 6)
 
 
-def test_every_array_names_each_of_its_axes():
-    for orders in ORDERS:
-        cache = kv.init(HYBRID, 2, 5, kv.Format(np.dtype(np.float32), *orders))
+@pytest.mark.parametrize("orders", ORDERS)
+def test_every_array_names_each_of_its_axes(orders):
+    for layers in (HYBRID, INDEXED):
+        cache = kv.init(layers, 2, 5, kv.Format(np.dtype(np.float32), *orders))
         names = jax.tree.leaves(cache.logical_axes(), is_leaf=lambda leaf: isinstance(leaf, tuple) and isinstance(leaf[0], str))
         for array, axis_names in zip(jax.tree.leaves(cache), names, strict=True):
             assert len(axis_names) == array.ndim
@@ -55,8 +58,9 @@ def test_every_array_names_each_of_its_axes():
             if array.ndim > 1:
                 sizes = dict(zip(axis_names, array.shape, strict=True))
                 assert sizes[axes.SLOTS] == 5
-                assert sizes[axes.KV_HEADS] in (4, 1)
-                assert sizes[axes.HEAD_DIM] in (8, 6)
+                one_head = axes.ONE in sizes  # an indexer's keys
+                assert sizes[axes.ONE if one_head else axes.KV_HEADS] in ((1,) if one_head else (4, 1))
+                assert sizes[axes.HEAD_DIM] in ((3,) if one_head else (8, 6))
 
 
 def test_the_memory_order_follows_the_platform():
@@ -111,3 +115,42 @@ def test_reading_only_sees_what_is_held_without_writing():
     out, again = view.attend(kv.Query(ones), None, step, kv.AttentionSpec(scale=1.0))
     np.testing.assert_array_equal(out, 3 * ones)
     np.testing.assert_array_equal(again.k, view.k)
+
+
+SPECS = {
+    "window": kv.AttentionSpec(scale=0.3, window=3),
+    "softcap": kv.AttentionSpec(scale=0.3, softcap=2.0),
+    "indexer": kv.AttentionSpec(scale=0.3, top_k=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "orders", "as_bits"),
+    [
+        *(("indexer", orders, False) for orders in ORDERS),
+        ("indexer", ORDERS[2], True),
+        ("window", ORDERS[0], False),
+        ("softcap", ORDERS[2], False),
+    ],
+)
+def test_the_dense_kind_answers_as_the_one_that_stores_nothing_in_every_order(name, orders, as_bits):
+    spec, rng = SPECS[name], np.random.default_rng(0)
+    dtype = jnp.bfloat16 if as_bits else jnp.float32
+    q, k, v, index_q, index_k = (jnp.asarray(rng.normal(size=(2, 7, *shape)), dtype) for shape in ((8, 8), (4, 8), (4, 6), (2, 3), (1, 3)))
+    query = kv.Query(q, index_q, jnp.asarray(rng.normal(size=(2, 7, 2)), jnp.float32))
+    sinks = jnp.asarray(rng.normal(size=8), jnp.float32)
+    step = kv.Step(rows=None, start=jnp.zeros(2, jnp.int32), count=jnp.asarray([7, 4]))
+    want, _ = kv.fresh(INDEXED, 2).layer(0).attend(query, kv.KeyValue(k, v, index_k), step, spec, sinks)
+    cache = kv.init(INDEXED, 3, 9, kv.Format(np.dtype(dtype), *orders, as_bits=as_bits))
+    there = step.replace(rows=jnp.asarray([2, 0]))
+    attend = jax.jit(lambda view, new: view.attend(query, new, there, spec, sinks))
+    got, view = attend(cache.layer(1), kv.KeyValue(k, v, index_k))
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=0.05 if as_bits else 3e-6)
+    assert not np.asarray(got)[1, 4:].any()
+    again, after = attend(view, None)  # reading only
+    np.testing.assert_array_equal(again, got)
+    jax.tree.map(np.testing.assert_array_equal, after, view)
+    for array in (view.k, view.v, view.index_k):
+        assert np.asarray(array[1, jnp.asarray([0, 2])]).any(axis=(1, 2, 3)).all()
+        assert not np.asarray(array[0]).any()  # the other layer
+        assert not np.asarray(array[1, 1]).any()  # the other row

@@ -1,0 +1,51 @@
+"""Grouped-query attention, with what families add to it: biases, norms of queries and keys, windows, soft caps, sinks."""
+
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+import kv
+from kernels import matmul
+from model.config import AttentionConfig
+from model.norm import rms_norm
+from model.rope import apply_rope
+from model.weights import scaled_normal, weight
+from sharding import axes
+
+RopeTable = tuple[jax.Array, jax.Array]
+
+
+class Attention(nn.Module):
+    config: AttentionConfig
+    norm_eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array, table: RopeTable | None, step: kv.Step, cache: Any) -> tuple[jax.Array, Any]:  # x [B, T, D]
+        c = self.config
+        B, T, D = x.shape
+        K, G, H = c.num_kv_heads, c.queries_per_kv, c.head_dim
+        # One weight for q, k and v, interleaved by KV head: a shard of K is a working attention of its own.
+        wqkv = weight(self, "wqkv", (K, G + 2, H, D), (axes.KV_HEADS, axes.QKV, axes.HEAD_DIM, axes.EMBED), scaled_normal(1))
+        wo = weight(self, "wo", (D, K, G, H), (axes.EMBED, axes.KV_HEADS, axes.Q_PER_KV, axes.HEAD_DIM), scaled_normal(3))
+        qkv = matmul(x, wqkv)  # [B, T, K, G + 2, H]
+        if c.qkv_bias:
+            bias = weight(self, "bqkv", (K, G + 2, H), (axes.KV_HEADS, axes.QKV, axes.HEAD_DIM), scaled_normal(0))
+            qkv = qkv + bias.astype(qkv.dtype)
+        q, k, v = qkv[..., :G, :], qkv[..., G, :], qkv[..., G + 1, :]
+        if c.qk_norm is not None:
+            heads = c.qk_norm == "full"  # over all heads at once
+            names = (axes.KV_HEADS, axes.Q_PER_KV, axes.HEAD_DIM)
+            q_shape, k_shape = ((K, G, H), (K, H)) if heads else ((H,), (H,))
+            q_names, k_names = (names, (names[0], names[2])) if heads else ((axes.HEAD_DIM,), (axes.HEAD_DIM,))
+            q = rms_norm(q, weight(self, "q_norm", q_shape, q_names, nn.initializers.ones), self.norm_eps)
+            k = rms_norm(k, weight(self, "k_norm", k_shape, k_names, nn.initializers.ones), self.norm_eps)
+        q = q.reshape(B, T, K * G, H)
+        if table is not None:
+            q, k = apply_rope(q, table), apply_rope(k, table)
+        sinks = weight(self, "sinks", (K, G), (axes.KV_HEADS, axes.Q_PER_KV), scaled_normal(0)) if c.sinks else None
+        out, cache = cache.attend(kv.Query(step.queried(q)), kv.KeyValue(k, v), step, c.spec, sinks)  # [B, T or 1, N, H]
+        out = matmul(out.reshape(B, -1, K, G, H), wo, axes=3)
+        if c.out_bias:
+            out = out + weight(self, "bo", (D,), (axes.EMBED,), scaled_normal(0)).astype(out.dtype)
+        return out, cache
