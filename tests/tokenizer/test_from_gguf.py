@@ -30,10 +30,10 @@ def test_a_file_without_those_ids_and_without_template_has_none(metadata):
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("model", "llama", "tokenizer kind 'llama' is not supported (supported: 'gpt2'"),
+        ("model", "bert", "tokenizer kind 'bert' is not supported (supported: 'gpt2', byte-level BPE, 'llama', SentencePiece BPE)"),
         ("model", None, "the file holds no tokenizer (no tokenizer.ggml.model)"),
-        ("pre", "gpt-99", "pre-tokenizer 'gpt-99' is not supported (supported: 'smollm')"),
-        ("pre", None, "pre-tokenizer 'default' is not supported"),
+        ("pre", "gpt-99", "pre-tokenizer 'gpt-99' is not supported (supported: 'gpt-2', "),
+        ("pre", None, "does not say how text is cut into words (no tokenizer.ggml.pre)"),
         ("pre", ["smollm"], "tokenizer.ggml.pre is a list, not a str"),
         ("tokens", None, "the file holds no tokenizer (no tokenizer.ggml.tokens)"),
         ("tokens", 7, "tokenizer.ggml.tokens is a int, not a list"),
