@@ -1,7 +1,22 @@
 """Floor 4: weights files: which one a name stands for, where it is fetched from, and its contents as a parameter tree."""
 
+from checkpoint.download import Progress
 from checkpoint.gguf_file import GGUFFile, open_gguf
 from checkpoint.load import Checkpoint, load
 from checkpoint.registry import Preset, presets, resolve
+from checkpoint.safetensors_folder import SafetensorsFolder, open_folder
+from checkpoint.source import Source
 
-__all__ = ["Checkpoint", "GGUFFile", "Preset", "load", "open_gguf", "presets", "resolve"]
+__all__ = [
+    "Checkpoint",
+    "GGUFFile",
+    "Preset",
+    "Progress",
+    "SafetensorsFolder",
+    "Source",
+    "load",
+    "open_folder",
+    "open_gguf",
+    "presets",
+    "resolve",
+]

@@ -26,6 +26,10 @@ class Progress:
         self._step = ""
         self._bar: tqdm.tqdm | None = None
 
+    @property
+    def on_terminal(self) -> bool:
+        return (self._stream or sys.stderr).isatty()
+
     def notice(self, text: str) -> None:
         """One line, now."""
         tqdm.tqdm.write(text, file=self._stream or sys.stderr)
@@ -36,7 +40,7 @@ class Progress:
         if step != self._step:
             self.close()
             self._step = step
-            if stream.isatty():
+            if self.on_terminal:
                 self._bar = tqdm.tqdm(desc=step, total=total, unit="B", unit_scale=True, file=stream)
             else:
                 self.notice(f"{step} ({total / 1e6:.1f} MB) ...")

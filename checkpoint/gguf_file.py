@@ -3,11 +3,14 @@
 The `gguf` package knows the block formats and dequantizes them. Its reader keeps a numpy view per string, which makes 2 s of the
 98,000 strings of a 49k-token vocabulary (0.1 s here), and on a damaged file it fails in a dozen ways; so the header is read here, every
 length checked against the file's size before it is used.
+
+A model may be split into files `NAME-00001-of-0000N.gguf`, each a GGUF file with some of the tensors; the first holds the metadata.
 """
 
 import dataclasses
 import math
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from checkpoint.mapped import listed, looks_like, map_bytes, part_name, strerror
 from runtime import UserError
 
 MAGIC = b"GGUF"
@@ -22,16 +26,7 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32  # bytes
 MAX_DIMENSIONS = 4
 DOWNLOAD_AGAIN = "download it again"
-# What people pass instead of a GGUF file, by its first bytes.
-LOOKS_LIKE = {
-    b"PK\x03\x04": "a zip archive (a wheel or a PyTorch checkpoint)",
-    b"\x1f\x8b": "a gzip archive",
-    b"version https://git-lfs": "a Git LFS pointer, not the file it points to",
-    b"<": "a web page",
-    b"lmgg": "a GGML file from before GGUF",
-    b"fmgg": "a GGML file from before GGUF",
-    b"tjgg": "a GGML file from before GGUF",
-}
+PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 SCALARS = {  # struct codes; numpy reads the same ones
     gguf.GGUFValueType.UINT8: "B",
     gguf.GGUFValueType.INT8: "b",
@@ -52,6 +47,7 @@ class TensorInfo:
     """Where a tensor lies and what it is."""
 
     name: str
+    path: Path  # of the file that holds it: a split model has several
     shape: tuple[int, ...]  # row-major, numpy's order: a weight matrix is (out, in)
     type: gguf.GGMLQuantizationType
     offset: int  # bytes from the start of the file
@@ -60,12 +56,11 @@ class TensorInfo:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GGUFFile:
-    """A GGUF file, mapped into memory: tensor data is read when it is asked for."""
+    """A GGUF file, or all files of a split model: tensor data is read when it is asked for, and mapped while it is used."""
 
     path: Path
     metadata: dict[str, Any] = dataclasses.field(repr=False)  # int, float, bool, str, or a list of one of these
     tensors: dict[str, TensorInfo] = dataclasses.field(repr=False)
-    data: np.ndarray = dataclasses.field(repr=False)  # [file size] uint8, read-only
 
     def require(self, key: str) -> Any:
         """The metadata under `key`.
@@ -93,20 +88,28 @@ class GGUFFile:
             ) from None
 
     def raw(self, name: str) -> np.ndarray:
-        """The tensor's bytes as stored: uint8 [..., bytes per row], a read-only view of the file."""
+        """The tensor's bytes as stored: uint8 [..., bytes per row], a read-only view of the file.
+
+        Raises:
+            UserError: no such tensor, or the file is gone.
+        """
         info = self.tensor(name)
-        data = self.data[info.offset : info.offset + info.num_bytes]
+        try:
+            data = map_bytes(info.path, info.offset, info.num_bytes)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{info.path} could be opened, but can't be read any more: {strerror(error)}; put it back") from error
         return data.reshape(*info.shape[:-1], -1)
 
-    def dequantize(self, name: str) -> np.ndarray:
-        """The tensor in float32, row-major. One that is stored as float32 is a read-only view of the file.
+    def dequantize(self, name: str, index: int | None = None) -> np.ndarray:
+        """The tensor, or with `index` one part along its first axis, in float32, row-major. If it is stored so, a read-only view of the
+        file.
 
         Raises:
             UserError: no such tensor, or its type has no dequantizer.
         """
         info = self.tensor(name)
         try:
-            return gguf.quants.dequantize(self.raw(name), info.type)
+            return gguf.quants.dequantize(self.raw(name) if index is None else self.raw(name)[index], info.type)
         except NotImplementedError as error:
             raise UserError(
                 f"{self.path}: tensor {name!r} is stored as {info.type.name}, which can't be converted to float32: "
@@ -115,45 +118,77 @@ class GGUFFile:
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Opens a GGUF file and checks that all it promises is there.
+    """Opens a GGUF file, of a split model any part, and checks that all it promises is there.
 
     Raises:
-        UserError: not a GGUF file, damaged, incomplete, unreadable, of an unknown version or byte order, or one part of a split model.
+        UserError: not a GGUF file, damaged, incomplete, unreadable, of an unknown version or byte order; parts of a split model are
+            missing or belong to another one.
     """
     path = Path(path)
+    metadata, tensors = _open_part(path)
+    if _number(path, metadata, "split.count", 1) > 1:
+        metadata, tensors = _join(path, metadata, tensors)
+    return GGUFFile(path=path, metadata=metadata, tensors=tensors)
+
+
+def _open_part(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     try:
         size = path.stat().st_size
-        data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r")) if size and not path.is_dir() else np.empty(0, np.uint8)
+        data = map_bytes(path) if size and not path.is_dir() else np.empty(0, np.uint8)
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist: check the path") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}; check its permissions") from error
+        raise UserError(f"{path} can't be read: {strerror(error)}; check its permissions") from error
     if path.is_dir():
         raise UserError(f"{path} is a folder, but a .gguf file is expected: give the path of the file itself")
     if not size:
         raise UserError(f"{path} is empty (0 bytes): {DOWNLOAD_AGAIN}")
     head = data[:64].tobytes()
     if not head.startswith(MAGIC[: len(head)]):
-        raise UserError(f"{path} is not a GGUF file: it looks like {_looks_like(head)}; give the path of a .gguf file")
+        raise UserError(f"{path} is not a GGUF file: it looks like {looks_like(head)}; give the path of a .gguf file")
     try:
-        metadata, tensors = _read_header(_Cursor(memoryview(data)))
+        return _read_header(_Cursor(memoryview(data)), path)
     except _Damaged as error:
         raise UserError(f"{path} ({size} bytes) {error}") from error
-    if (parts := metadata.get("split.count", 1)) != 1:
-        raise UserError(f"{path} is one of {parts} parts of a split model: join them first with `llama-gguf-split --merge`")
-    return GGUFFile(path=path, metadata=metadata, tensors=tensors, data=data)
 
 
-def _looks_like(head: bytes) -> str:
-    for start, name in LOOKS_LIKE.items():
-        if head.startswith(start):
-            return name
-    if head[8:9] == b"{":
-        return "a safetensors file"
-    first_line = (head.decode("utf-8", errors="replace").rstrip("\ufffd").splitlines() or [""])[0][:40]  # the cut may halve a character
-    if first_line.strip() and first_line.isprintable() and "\ufffd" not in first_line:
-        return f"a text file that starts with {first_line!r}"
-    return f"other data, starting with bytes {head[:8].hex(' ')}"
+def _join(path: Path, metadata: dict[str, Any], tensors: dict[str, TensorInfo]) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """The metadata of the first part and the tensors of all parts, given those of the part at `path`."""
+    count, number = _number(path, metadata, "split.count", 1), _number(path, metadata, "split.no", 0) + 1
+    name = PART.fullmatch(path.name)
+    if name is None or (int(name["number"]), int(name["count"])) != (number, count):
+        right = part_name(name["stem"] if name else "NAME", number, count, ".gguf")
+        raise UserError(f"{path} is part {number} of a model of {count} parts, which its name does not say: rename it to {right}")
+    paths = [path.with_name(part_name(name["stem"], index, count, ".gguf")) for index in range(1, count + 1)]
+    if missing := [part.name for part in paths if not part.exists()]:
+        raise UserError(
+            f"{path} is one of {count} parts, of which {len(missing)} are not beside it: download {listed(missing)} into {path.parent}"
+        )
+    promised = _number(path, metadata, "split.tensors.count", -1)
+    first, joined = metadata, {}
+    for index, part in enumerate(paths):
+        own, held = (metadata, tensors) if part == path else _open_part(part)
+        says = tuple(_number(part, own, f"split.{key}", -1) for key in ("no", "count", "tensors.count"))
+        if says != (index, count, promised):
+            raise UserError(
+                f"{part} says that it is part {says[0] + 1} of {says[1]} of a model of {says[2]} tensors, but beside {path.name} it should "
+                f"be part {index + 1} of {count} of {promised}: it belongs to another model; {DOWNLOAD_AGAIN}"
+            )
+        if twice := joined.keys() & held.keys():
+            raise UserError(f"{part} holds tensor {min(twice)!r}, which another part holds as well: the parts belong to different models")
+        joined |= held
+        if index == 0:
+            first = own
+    if len(joined) != promised:
+        raise UserError(f"{path}: all {count} parts hold {len(joined)} tensors, but they promise {promised}: {DOWNLOAD_AGAIN}")
+    return first, joined
+
+
+def _number(path: Path, metadata: dict[str, Any], key: str, default: int) -> int:
+    value = metadata.get(key, default)
+    if not isinstance(value, int):
+        raise UserError(f"{path} is damaged: its {key} is {value!r}: {DOWNLOAD_AGAIN}")
+    return value
 
 
 class _Damaged(Exception):
@@ -219,7 +254,7 @@ def _scalar_code(kind: int) -> str:
     return SCALARS[kind]
 
 
-def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+def _read_header(cursor: _Cursor, path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     cursor.take(len(MAGIC))
     version = cursor.scalar("I")
     if version and version & 0xFFFF == 0:
@@ -248,13 +283,13 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorInfo]
     for name, shape, kind, offset in described:
         if name in tensors:
             raise _Damaged(f"is damaged: it has tensor {name!r} twice")
-        tensors[name] = info = _tensor_info(name, shape, kind, base + offset)
+        tensors[name] = info = _tensor_info(name, path, shape, kind, base + offset)
         if info.offset + info.num_bytes > len(cursor.data):
             raise _Damaged(f"is incomplete: tensor {name!r} ends at byte {info.offset + info.num_bytes}")
     return metadata, tensors
 
 
-def _tensor_info(name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
+def _tensor_info(name: str, path: Path, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
     if kind not in gguf.GGML_QUANT_SIZES:
         raise _Damaged(f"holds tensor {name!r} in format {kind}, which this version of the gguf package does not know", "update it")
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -262,4 +297,4 @@ def _tensor_info(name: str, shape: tuple[int, ...], kind: int, offset: int) -> T
         raise _Damaged(f"is damaged: tensor {name!r} has shape {shape}")
     if shape[-1] % block:
         raise _Damaged(f"is damaged: rows of tensor {name!r} have {shape[-1]} values, no multiple of the {block} of a block")
-    return TensorInfo(name, shape, gguf.GGMLQuantizationType(kind), offset, math.prod(shape) // block * block_bytes)
+    return TensorInfo(name, path, shape, gguf.GGMLQuantizationType(kind), offset, math.prod(shape) // block * block_bytes)

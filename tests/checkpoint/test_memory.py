@@ -1,0 +1,53 @@
+"""Loading is streamed: beyond the weights themselves the host holds little more than the weight in hand."""
+
+import json
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+D, F, V, LAYERS, N = 512, 2048, 16_000, 12, 8
+MEASURE = """
+import resource, sys
+import jax, jax.numpy as jnp
+import checkpoint
+from pathlib import Path
+
+jax.device_put(jnp.ones((8, 8))).block_until_ready()  # the backend, before the count begins
+resident = int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) * 1024
+loaded = jax.block_until_ready(checkpoint.load(Path(sys.argv[1]), jnp.dtype(sys.argv[2])).params)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+sizes = [leaf.nbytes for leaf in jax.tree.leaves(loaded)]
+print(peak - resident, sum(sizes), max(sizes))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory")
+    config = {
+        "model_type": "llama", "hidden_size": D, "intermediate_size": F, "vocab_size": V, "num_hidden_layers": LAYERS,
+        "num_attention_heads": N, "num_key_value_heads": N, "max_position_embeddings": 128, "tie_word_embeddings": True,
+    }  # fmt: skip
+    shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    for number in range(LAYERS):
+        prefix = f"model.layers.{number}."
+        shapes |= {f"{prefix}self_attn.{name}_proj.weight": (D, D) for name in "qkvo"}
+        shapes |= {f"{prefix}mlp.gate_proj.weight": (F, D), f"{prefix}mlp.up_proj.weight": (F, D), f"{prefix}mlp.down_proj.weight": (D, F)}
+        shapes |= {f"{prefix}{name}_layernorm.weight": (D,) for name in ("input", "post_attention")}
+    values = {name: np.full(shape, 0.5, ml_dtypes.bfloat16) for name, shape in shapes.items()}
+    safetensors.numpy.save_file(values, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_memory_above_the_weights_is_at_most_twice_the_largest(folder, dtype):
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(folder), dtype], capture_output=True, text=True, check=True, timeout=120)
+    grown, weights, largest = map(int, done.stdout.split())
+    assert weights > 4 * largest, "too easy: one weight is most of the model"
+    assert grown <= weights + 2 * largest
