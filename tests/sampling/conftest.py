@@ -12,7 +12,7 @@ import kv
 from model import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, Rope, Transformer, abstract_params, prefill
 from sampling import LanguageModel, SamplingOptions
 from tokenizer import tokenizer_from_gguf
-from tokenizer.from_gguf import byte_alphabet
+from tokenizer.pieces import byte_alphabet
 
 ROUNDING = 1e-5  # relative: 97 terms of f32 sum to within 97 * 2^-24 = 6e-6 of their exact sum, whatever the order
 MARGIN = 2e-4  # of the scores' scale: house.md's "twice 1e-4"; nearer candidates may change places between executables
@@ -52,7 +52,7 @@ def tiny_tokenizer_metadata() -> dict:
 
 @pytest.fixture(scope="session")
 def lm() -> LanguageModel:
-    layer = LayerConfig(AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(theta=10_000.0)), MLPConfig(hidden=64))
+    layer = LayerConfig(AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(theta=10_000.0, dim=8)), MLPConfig(hidden=64))
     config = ModelConfig(vocab_size=97, width=32, layers=(layer,) * 2, norm_eps=1e-5, tie_embeddings=False, context_length=2048)
     return LanguageModel(
         name="tiny",

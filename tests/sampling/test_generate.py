@@ -107,6 +107,13 @@ def test_an_end_of_sequence_token_ends_the_answer_and_is_its_last_token(lm, with
     assert essence(ignored) == essence(completions[number])
 
 
+def test_control_tokens_in_a_prompt_count_only_when_asked(lm):
+    end = lm.tokenizer.backend.controls["<|im_end|>"]
+    for raw, count in ((True, 0), (False, 1)):  # a chat's turn ends once, by its template
+        assert lm.encode("hi<|im_end|>", raw=raw).count(end) == count
+        assert lm.encode("hi<|im_end|>", raw=raw, parse_special=True).count(end) == count + 1
+
+
 def first_with(tokenizer: Tokenizer, tokens: tuple[int, ...], stop: str) -> int:
     """How many tokens it takes until `stop` is in the text."""
     return next(count for count in range(len(tokens) + 1) if stop in tokenizer.decode(tokens[:count]))

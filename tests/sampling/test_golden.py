@@ -1,6 +1,7 @@
 """The default model against its reference (transformers, f32), and against itself in company."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import pytest
 
 import kv
 from model import prefill
-from sampling import SamplingOptions, generate
+from sampling import SamplingOptions, generate, load
+from tests.conftest import GOLDEN
 
 CAPACITY = 2048  # one shape for every test here
 LENGTHS = (1, 2, 17, 30, 300, 505, 512, 700)
@@ -27,16 +29,32 @@ def test_greedy_tokens_equal_the_reference_for_raw_and_chat_prompts(smollm2, smo
             assert completion.finish_reason == ("stop" if record["greedy_ids"][-1] in smollm2.tokenizer.eos_ids else "length")
 
 
-def test_first_logits_are_within_2e_3_of_the_reference(smollm2, smollm2_golden):
-    for record in smollm2_golden:
+def check_first_logits(lm, records):
+    for record in records:
         tokens = np.zeros((1, 64), np.int32)
         tokens[0, : len(record["prompt_ids"])] = record["prompt_ids"]
-        cache = kv.init(smollm2.config, 1, CAPACITY, smollm2.kv_format)
+        cache = kv.init(lm.config, 1, CAPACITY, lm.kv_format)
         count = np.asarray([len(record["prompt_ids"])], np.int32)
-        logits, _ = prefill(smollm2.model, smollm2.params, cache, tokens, count, np.zeros((1,), np.int32))
+        logits, _ = prefill(lm.model, lm.params, cache, tokens, count, np.zeros((1,), np.int32))
         ids, values = zip(*record["top5_first"], strict=True)
         np.testing.assert_allclose(np.asarray(logits)[0, list(ids)], values, atol=2e-3)
         assert list(np.argsort(-np.asarray(logits)[0])[:5]) == list(ids)
+
+
+def test_first_logits_are_within_2e_3_of_the_reference(smollm2, smollm2_golden):
+    check_first_logits(smollm2, smollm2_golden)
+
+
+@pytest.mark.slow
+def test_gemma_3_equals_its_reference():
+    lm = load("gemma3-270m", weights="f32", compute="f32", kv_dtype="f32")
+    records = json.loads((GOLDEN / "gemma3-270m.json").read_text(encoding="utf-8"))["records"]
+    assert len(records) == 3
+    for record in records:
+        assert lm.encode(record["prompt"], raw=True) == record["prompt_ids"]
+        completion = generate(lm, record["prompt"], raw=True, max_new_tokens=len(record["greedy_ids"]), capacity=CAPACITY)
+        assert list(completion.tokens) == record["greedy_ids"]
+    check_first_logits(lm, records)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
