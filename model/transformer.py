@@ -34,8 +34,8 @@ class Transformer(nn.Module):
         c = self.config
         embedding = weight(self, "embedding", (c.vocab_size, c.width), (axes.VOCAB, axes.EMBED), scaled_normal(0))
         # Tied to the tokens by a barrier, lest a decode loop on CPU widens the whole bf16 table ahead of its first step.
-        table, tokens = jax.lax.optimization_barrier((embedding, tokens))
-        x = jnp.take(table, tokens, axis=0, mode="clip").astype(self.dtype)  # [B, T, D]
+        entries, tokens = jax.lax.optimization_barrier((embedding, tokens))
+        x = jnp.take(entries, tokens, axis=0, mode="clip").astype(self.dtype)  # [B, T, D]
         x = x * jnp.asarray(c.embedding_scale, x.dtype) if c.embedding_scale != 1 else x
         positions, context = step.positions(tokens.shape[1]), cache.capacity or tokens.shape[1]
         tables: dict[Rope | None, Any] = {None: None}

@@ -11,15 +11,16 @@ import safetensors.numpy
 
 D, F, V, LAYERS, N = 512, 2048, 16_000, 12, 8
 MEASURE = """
-import resource, sys
+import sys
 import jax, jax.numpy as jnp
 import checkpoint
 from pathlib import Path
 
 jax.device_put(jnp.ones((8, 8))).block_until_ready()  # the backend, before the count begins
-resident = int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) * 1024
+status = lambda key: int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) * 1024
+resident = status("VmRSS")
 loaded = jax.block_until_ready(checkpoint.load(Path(sys.argv[1]), jnp.dtype(sys.argv[2])).params)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = status("VmHWM")  # and not ru_maxrss, which begins with what the parent process held
 sizes = [leaf.nbytes for leaf in jax.tree.leaves(loaded)]
 print(peak - resident, sum(sizes), max(sizes))
 """

@@ -223,7 +223,10 @@ class Hybrid:
         return cache
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+SLOW = ("mla_expanded", "gemma", "olmo")  # what is new in them is in the others or in the parity tests, too; they are for the slow tier
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CONFIGS])
 def hybrid(request, tokens):
     config = CONFIGS[request.param]
     params = random_params(config, seed=2)

@@ -65,11 +65,11 @@ def test_equal_models_agree(folder):
     [
         ("mistral", {"rms_norm_eps": 0.02}, "eps/norm"),
         ("mistral", {"rope_parameters.rope_theta": 3e4}, "positions/rope"),
-        ("mistral", {"rope_parameters.rope_theta": 1e6}, "positions/rope"),
+        pytest.param("mistral", {"rope_parameters.rope_theta": 1e6}, "positions/rope", marks=pytest.mark.slow),
         ("mistral", {"sliding_window": None}, "mask/window"),
-        ("mistral", {"sliding_window": 7}, "mask/window"),
-        ("gemma2", {"query_pre_attn_scalar": 64}, "scale/softcap"),
-        ("gemma2", {"final_logit_softcapping": None}, "scale/softcap"),
+        pytest.param("mistral", {"sliding_window": 7}, "mask/window", marks=pytest.mark.slow),
+        pytest.param("gemma2", {"query_pre_attn_scalar": 64}, "scale/softcap", marks=pytest.mark.slow),
+        pytest.param("gemma2", {"final_logit_softcapping": None}, "scale/softcap", marks=pytest.mark.slow),
     ],
 )
 def test_the_cause_of_a_mismatch_is_named(folder, tmp_path, family, changes, cause):
@@ -81,6 +81,7 @@ def test_the_cause_of_a_mismatch_is_named(folder, tmp_path, family, changes, cau
     assert f"likely cause: {cause}" in found.table()
 
 
+@pytest.mark.slow
 def test_rounding_to_bf16_is_told_from_a_fault(folder, monkeypatch):
     def rounded(loaded, tokens):
         return forward(loaded.config, loaded.params, np.asarray(tokens, np.int32), jnp.bfloat16)
