@@ -83,7 +83,6 @@ class GGUFSource:
         self.table = dataclasses.replace(names, norm_offset=0.0, neighbours=self.model_type in NEIGHBOURS, interleaved_experts=False)
         self._places: dict[str, Callable[[], np.ndarray]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._stored: dict[str, str] = {}
         for name in file.tensors:
             if not _FROM_METADATA.fullmatch(name):
                 self._add(name)
@@ -98,14 +97,8 @@ class GGUFSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def stored(self, name: str) -> str:
-        return self._stored[name]
-
     def read(self, name: str) -> np.ndarray:
         return self._places[name]()
-
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self.read(name)[start:stop]
 
     def _add(self, name: str) -> None:
         info = self.file.tensor(name)
@@ -180,7 +173,7 @@ class GGUFSource:
     def _put(self, name: str, shape: tuple[int, ...], origin: str, read: Callable[[], np.ndarray]) -> None:
         if name in self._places:
             raise UserError(f"{self.path}: tensor {origin!r} is {name}, which another one is as well: use another conversion of the model")
-        self._places[name], self._shapes[name], self._stored[name] = read, shape, self.file.tensor(origin).type.name
+        self._places[name], self._shapes[name] = read, shape
 
 
 def _model_type(file: GGUFFile) -> str:

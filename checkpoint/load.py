@@ -108,14 +108,8 @@ class _Chosen:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(self._names[name])
 
-    def stored(self, name: str) -> str:
-        return self.source.stored(self._names[name])
-
     def read(self, name: str) -> np.ndarray:
         return self.source.read(self._names[name])
-
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self.source.read_rows(self._names[name], start, stop)
 
 
 class _Parts(Sequence):

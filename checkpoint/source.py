@@ -22,11 +22,5 @@ class Source(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """The tensor's shape, row-major: a weight matrix is (out, in)."""
 
-    def stored(self, name: str) -> str:
-        """How the tensor is stored, for messages: "BF16", "GPTQ int4 g128", "F8_E4M3 block 128"."""
-
     def read(self, name: str) -> np.ndarray:
         """The tensor: float32, bfloat16 or float16 (integers and booleans as they are), read-only where it is a view of the file."""
-
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """`read(name)[start:stop]`, without reading or dequantizing the other rows."""

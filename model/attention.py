@@ -21,8 +21,8 @@ class Attention(nn.Module):
     norm_eps: float
 
     @nn.compact
-    def __call__(self, x: jax.Array, table: RopeTable | None, step: kv.Step, cache: Any) -> tuple[jax.Array, Any]:  # x [B, T, D]
-        c = self.config
+    def __call__(self, x: jax.Array, tables: tuple[RopeTable | None], step: kv.Step, cache: Any) -> tuple[jax.Array, Any]:  # x [B, T, D]
+        c, (table,) = self.config, tables
         B, T, D = x.shape
         K, G, H = c.num_kv_heads, c.queries_per_kv, c.head_dim
         # One weight for q, k and v, interleaved by KV head: a shard of K is a working attention of its own.

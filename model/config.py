@@ -40,6 +40,11 @@ class AttentionConfig:
             raise ValueError(f"qk_norm={self.qk_norm!r} is not known: use None, 'head' or 'full'")
 
     @property
+    def ropes(self) -> tuple[Rope | None]:
+        """The rotations that the layer's forward is given tables of."""
+        return (self.rope,)
+
+    @property
     def queries_per_kv(self) -> int:  # G
         return self.num_heads // self.num_kv_heads
 
@@ -82,6 +87,11 @@ class MLAConfig:
     absorbed: bool = True
     indexer: IndexerConfig | None = None
     bias: bool = False
+
+    @property
+    def ropes(self) -> tuple[Rope | None, Rope | None]:
+        """The rotations that the layer's forward is given tables of: the heads', and the indexer's."""
+        return self.rope, None if self.indexer is None else self.indexer.rope
 
     @property
     def key_dim(self) -> int:

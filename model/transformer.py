@@ -9,7 +9,7 @@ from flax import linen as nn
 
 import kv
 from kernels import matmul
-from model.config import MLAConfig, ModelConfig
+from model.config import ModelConfig
 from model.layers import Block
 from model.norm import RMSNorm
 from model.rope import Rope, rope_table
@@ -49,9 +49,7 @@ class Transformer(nn.Module):
             if logits == "last" and tokens.shape[1] > 1 and number == len(c.layers) - 1:
                 step = step.replace(last_only=True)  # the other tokens leave their keys and values, and are done
             block = Block(layer, c.norm_eps, name=f"layer_{number}")
-            attention, rotations = layer.attention, table(layer.attention.rope)
-            if isinstance(attention, MLAConfig):
-                rotations = rotations, table(None if attention.indexer is None else attention.indexer.rope)
+            rotations = tuple(table(rope) for rope in layer.attention.ropes)
             if self.is_initializing():
                 x, view = block(x, rotations, step, cache.layer(number))
             else:
