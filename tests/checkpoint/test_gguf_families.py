@@ -78,21 +78,10 @@ CASES = (
 )
 
 
-def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    config = json.loads(json.dumps(config))
-    for key, value in changes.items():
-        *outer, last = key.split(".")
-        place = config
-        for name in outer:
-            place = place[name]
-        place[last] = value
-    return config
-
-
 def model(case: Case) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The case's config and weights, of the shapes that the config asks for."""
     fixture = fixtures.read(case.fixture)
-    config, described = changed(fixture.config, case.config), {name: dict(of) for name, of in fixture.tensors.items()}
+    config, described = fixtures.changed(fixture.config, case.config), {name: dict(of) for name, of in fixture.tensors.items()}
     for layer, like in case.like.items():
         prefix = f"model.layers.{layer}.mlp."
         described = {name: of for name, of in described.items() if not name.startswith(prefix)}

@@ -51,6 +51,18 @@ def read(name: str) -> Fixture:
         return Fixture(name=name, config=config, **described, **reference)
 
 
+def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config with other values at some keys; `outer.inner` is a key inside another's object."""
+    config = copy.deepcopy(dict(config))
+    for path, value in changes.items():
+        *parents, key = path.split(".")
+        place = config
+        for parent in parents:
+            place = place[parent]
+        place[key] = value
+    return config
+
+
 def tensor(seed: int, name: str, shape: tuple[int, ...], dtype: str, fill: Mapping[str, Any]) -> np.ndarray:
     """One tensor's values: they depend on the arguments alone, not on the other tensors."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])

@@ -1,9 +1,7 @@
 """What transformers makes of a folder, in f32 with plain attention. Needs torch and transformers (extra `reference`)."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +9,7 @@ import transformers
 
 from parity import reference
 from tests.parity.families import Ablation
+from tests.parity.fixture import changed
 
 STATES = 8  # tokens of row 0 whose hidden states are kept
 
@@ -37,17 +36,6 @@ def load(folder: Path, ablation: Ablation | None = None) -> torch.nn.Module:
     if ablation is not None:
         _ablate(model, ablation)
     return model.eval()
-
-
-def changed(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with some keys set to other values."""
-    for path, value in changes.items():
-        *parents, key = path.split(".")
-        place = config
-        for parent in parents:
-            place = place[parent]
-        place[key] = value
-    return config
 
 
 def _ablate(model: torch.nn.Module, ablation: Ablation) -> None:

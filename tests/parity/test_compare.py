@@ -41,13 +41,7 @@ def changed(folder, tmp_path, changes):
     for file in folder.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     config = json.loads((copy / "config.json").read_text())
-    for key, value in changes.items():
-        *parents, last = key.split(".")
-        place = config
-        for parent in parents:
-            place = place[parent]
-        place[last] = value
-    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "config.json").write_text(json.dumps(fixtures.changed(config, changes)))
     return copy
 
 
