@@ -1,14 +1,17 @@
 """Floor 0: one operation per file, each with a plain jnp form that runs everywhere; lowerings are chosen inside the operation."""
 
-from kernels.append import append
-from kernels.attention import Scoring, attention, blockwise_attention
+from kernels.append import append, append_pages, append_ring
+from kernels.attention import Blocks, Scoring, attention, blockwise_attention
 from kernels.experts import experts
 from kernels.indexer import blockwise_index_scores, index_scores, top_slots
 from kernels.matmul import head_matmul, matmul
 
 __all__ = [
+    "Blocks",
     "Scoring",
     "append",
+    "append_pages",
+    "append_ring",
     "attention",
     "blockwise_attention",
     "blockwise_index_scores",

@@ -2,6 +2,9 @@
 
 What must not happen: a padded or idle row that overwrites a held slot. `dynamic_update_slice` clamps its start, so a chunk that
 ends past the last slot would slide back over held ones; index -1 of a scatter writes the *last* slot. Both are handled here.
+
+Three places for the token at position p: slot p of its row (`append`), slot p mod R of a ring (`append_ring`), or slot p mod C of the page
+that the row's table names (`append_pages`).
 """
 
 import jax
@@ -18,7 +21,7 @@ def append(
       new: [B', T, K, H].
       layer: which of the L layers.
       rows: int32 [B'], or None: row b is row b.
-      start: int32 [B'], the first slot to write.
+      start: int32 [B'], the first slot to write; below 0 (for T > 1 only), the tokens before slot 0 are dropped.
       count: int32 [B'], how many of the T are real. Slots at or past the capacity are dropped.
       order: static; "KSH" for [L, B, K, S, H], and so on.
 
@@ -36,8 +39,11 @@ def append(
         heads = new[:, 0] if order.index("K") < order.index("H") else new[:, 0].swapaxes(1, 2)
         return buffer.at[layer, index, *where].set(heads, mode="drop")
 
-    new = new[:, :slots]
-    width = new.shape[1]
+    width = min(T, slots)
+    if slots < T:  # the tokens that begin at slot 0 or later
+        skipped = jnp.clip(-start, 0, T - width)
+        new = jax.vmap(lambda part, first: jax.lax.dynamic_slice_in_dim(part, first, width))(new, skipped)
+        start, count = start + skipped, count - skipped
     new = new.transpose(0, *(1 + "SKH".index(axis) for axis in order))  # the tokens stand where the slots do
 
     def write(b, buffer):
@@ -56,3 +62,63 @@ def append(
         return jax.lax.dynamic_update_slice(buffer, jnp.where(mask, moved[None, None], old), corner)
 
     return write(0, buffer) if B == 1 else jax.lax.fori_loop(0, B, write, buffer)
+
+
+def append_ring(
+    buffer: jax.Array, new: jax.Array, layer: jax.Array | int, rows: jax.Array | None, start: jax.Array, count: jax.Array, order: str
+) -> jax.Array:
+    """`append` to a ring of R slots: the token at position p goes to slot p mod R. Of more than R tokens, the last R stay.
+
+    Args: as of `append`; `start` is the position of the first token.
+    """
+    slots, T = buffer.shape[2 + order.index("S")], new.shape[1]
+    if T == 1:
+        return append(buffer, new, layer, rows, start % slots, count, order)
+    skipped = jnp.maximum(count - slots, 0)  # tokens that others of this call overwrite
+    if slots < T:
+        new = jax.vmap(lambda part, first: jax.lax.dynamic_slice_in_dim(part, first, slots))(new, skipped)
+    first, count = (start + skipped) % slots, count - skipped
+    buffer = append(buffer, new, layer, rows, first, count, order)  # up to the ring's end
+    return append(buffer, new, layer, rows, first - slots, count, order)  # and on from its beginning
+
+
+def append_pages(
+    pool: jax.Array, new: jax.Array, layer: jax.Array | int, table: jax.Array, start: jax.Array, count: jax.Array, order: str
+) -> jax.Array:
+    """`append` to pages of C slots: the token at position p of row b goes to slot p mod C of page `table[b, p // C]`.
+
+    Args:
+      pool: [L, P, ...], the last three axes as `order` says, S being the C slots of a page.
+      new: [B', T, K, H].
+      table: int32 [B', M], pages of the rows that the tokens go to; P or more where a row has none: its tokens are dropped. No page that
+        is written to may stand in it twice.
+      start, count: as of `append`.
+    """
+    B, T = new.shape[:2]
+    pages, size = pool.shape[1], pool.shape[2 + order.index("S")]
+    if T == 1:
+        page = jnp.take_along_axis(table, jnp.minimum(start // size, table.shape[1] - 1)[:, None], axis=1)[:, 0]
+        page = jnp.where((count > 0) & (start < table.shape[1] * size), page, pages)  # a page that does not exist
+        slot = start % size
+        where = tuple(slot if axis == "S" else slice(None) for axis in order)
+        heads = new[:, 0] if order.index("K") < order.index("H") else new[:, 0].swapaxes(1, 2)
+        return pool.at[layer, page, *where].set(heads.astype(pool.dtype), mode="drop")
+
+    touched = -(-(T - 1) // size) + 1  # pages that T tokens reach into at most
+    number = start[:, None] // size + jnp.arange(touched)  # [B', J], along the table
+    page = jnp.take_along_axis(table, jnp.minimum(number, table.shape[1] - 1), axis=1)
+    there = (number < table.shape[1]) & (page < pages)
+    token = number[:, :, None] * size + jnp.arange(size) - start[:, None, None]  # [B', J, C], which of the T each slot would hold
+    keep = (token >= 0) & (token < count[:, None, None]) & there[:, :, None]
+    parts = jax.vmap(lambda part, at: part[at])(new.astype(pool.dtype), jnp.clip(token, 0, T - 1))  # [B', J, C, K, H]
+    parts = parts.transpose(0, 1, *(2 + "SKH".index(axis) for axis in order))
+    slot_axis = order.index("S")
+
+    def write(index, pool):
+        b, j = index // touched, index % touched
+        corner = [layer, jnp.minimum(page[b, j], pages - 1), 0, 0, 0]
+        old = jax.lax.dynamic_slice(pool, corner, (1, 1, *pool.shape[2:]))
+        mask = jnp.expand_dims(keep[b, j], [axis for axis in range(3) if axis != slot_axis])
+        return jax.lax.dynamic_update_slice(pool, jnp.where(mask, parts[b, j][None, None], old), corner)
+
+    return jax.lax.fori_loop(0, B * touched, write, pool)

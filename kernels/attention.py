@@ -1,9 +1,9 @@
 """Softmax attention over keys and values that are given whole, or read block by block with a running softmax.
 
-Both take grouped queries: G query heads share one of K key/value heads. A query may see slots 0..limit of its own row, or, with a window,
-the last `window` of them:
+Both take grouped queries: G query heads share one of K key/value heads. A query may see positions 0..limit of its own row, or, with a
+window, the last `window` of them:
 
-    limit [B, T]       count = 2, start = 1, T = 4      slot  0 1 2 3      window = 1
+    limit [B, T]       count = 2, start = 1, T = 4  position  0 1 2 3      window = 1
     query 0  -> 1                                             x x . .      . x . .
     query 1  -> 2                                             x x x .      . . x .
     query 2  -> -1  (padding: sees nothing, returns 0)        . . . .      . . . .
@@ -11,7 +11,8 @@ the last `window` of them:
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,6 @@ import jax.numpy as jnp
 from kernels.matmul import cpu_operands
 
 _MASKED = -1e30  # finite: a row with nothing to see must not give inf - inf
-_QUERY_BLOCK = 256
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,10 +28,10 @@ class Scoring:
 
     Attributes:
       scale: multiplies q . k.
-      window: slots that a query sees, its own included; None sees all up to its limit.
+      window: positions that a query sees, its own included; None sees all up to its limit.
       softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118).
       sinks: f32 [N], one more logit per head that takes probability and has no value (gpt-oss, arXiv 2508.10925).
-      allowed: bool [B, T, S], slots that a query may see besides; None allows all.
+      allowed: bool [B, T, S], positions that a query may see besides; None allows all.
     """
 
     scale: float
@@ -44,10 +44,25 @@ class Scoring:
         """What goes into the softmax, from the products of scaled queries with keys."""
         return dots if self.softcap is None else self.softcap * jnp.tanh(dots / self.softcap)
 
-    def seen(self, slots: jax.Array, limit: jax.Array) -> jax.Array:
-        """Which of `slots` a query with this limit sees; the two are broadcast."""
-        inside = slots <= limit
-        return inside if self.window is None else inside & (slots > limit - self.window)
+    def seen(self, positions: jax.Array, limit: jax.Array) -> jax.Array:
+        """Which of `positions` a query with this limit sees; the two are broadcast."""
+        inside = positions <= limit
+        return inside if self.window is None else inside & (positions > limit - self.window)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Blocks:
+    """Keys and values that are read a block of C at a time.
+
+    Attributes:
+      read: block index (traced) -> k [B, K, H, C], v [B, K, C, Hv], and the position of each slot, int32 [1, C] (the same in all rows) or
+        [B, C]; negative where there is none, or where another block gives it.
+      span: the first and the last position that any query of a row sees, int32 [B] each -> the first block to read, and the one after
+        the last.
+    """
+
+    read: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+    span: Callable[[jax.Array, jax.Array], tuple[jax.Array | int, jax.Array | int]]
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, limit: jax.Array, scoring: Scoring) -> jax.Array:
@@ -82,90 +97,96 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, limit: jax.Array, scorin
     return out.reshape(B, T, N, -1).astype(q.dtype)
 
 
-def blockwise_attention(
-    q: jax.Array, read: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]], block: int, limit: jax.Array, scoring: Scoring
-) -> jax.Array:
+def blockwise_attention(q: jax.Array, sources: Sequence[Blocks], limit: jax.Array, scoring: Scoring, query_block: int = 256) -> jax.Array:
     """Attention over keys that are read a block at a time, with a running maximum and sum (Milakov & Gimelshein 2018,
-    arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135). Its cost follows `limit`, not the capacity: blocks past the last visible slot, or
-    before the first one of a window, are never read, and a block of queries reads only what they see.
+    arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135). Its cost follows what the queries see, not the capacity: blocks that no query of
+    a query block sees are not read.
 
     Args:
       q: [B, T, N, H].
-      read: block index (traced) -> (k [B, K, H, C], v [B, K, C, Hv], slots int32 [C]); a slot may be given by two blocks,
-        then the first counts.
-      block: C, slots per block.
-      limit: int32 [B, T], the last slot that each query sees; -1 sees none.
+      sources: where keys and values come from; a position is in one of them.
+      limit: int32 [B, T], the last position that each query sees; -1 sees none.
       scoring: how scores are made.
+      query_block: queries that share a pass over the blocks. More of them read the keys less often, and keep more partial results.
 
     Returns:
       [B, T, N, Hv] in q's dtype; 0 where a query sees nothing.
     """
     T, H = q.shape[1], q.shape[3]
-    if T <= _QUERY_BLOCK:
-        return _query_block(q, read, block, limit, scoring)
-    blocks = -(-T // _QUERY_BLOCK)
-    pad = blocks * _QUERY_BLOCK - T
+    if query_block >= T:
+        return _query_block(q, sources, limit, scoring)
+    blocks = -(-T // query_block)
+    pad = blocks * query_block - T
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
     limit = jnp.pad(limit, ((0, 0), (0, pad)), constant_values=-1)
     allowed = scoring.allowed
     if allowed is not None:
         allowed = jnp.pad(allowed, ((0, 0), (0, pad), (0, 0)))
-    width = jax.eval_shape(read, jax.ShapeDtypeStruct((), jnp.int32))[1].shape[3]
+    width = jax.eval_shape(sources[0].read, jax.ShapeDtypeStruct((), jnp.int32))[1].shape[3]
     if width > H:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, width - H)))
 
     def one(index, both):  # queries not answered yet, and answers, which take their places
-        first = index * _QUERY_BLOCK
+        first = index * query_block
 
         def part(x):
-            return None if x is None else jax.lax.dynamic_slice_in_dim(x, first, _QUERY_BLOCK, axis=1)
+            return None if x is None else jax.lax.dynamic_slice_in_dim(x, first, query_block, axis=1)
 
         here = dataclasses.replace(scoring, allowed=part(allowed))
-        answer = _query_block(part(both)[..., :H], read, block, part(limit), here)
+        answer = _query_block(part(both)[..., :H], sources, part(limit), here)
         return jax.lax.dynamic_update_slice(both, answer, (0, first, 0, 0))
 
     return jax.lax.fori_loop(0, blocks, one, q)[:, :T, :, :width]
 
 
-def _query_block(q, read, block, limit, scoring):
+def _query_block(q, sources, limit, scoring):
     B, T, N, H = q.shape
-    first_k, first_v, _ = jax.eval_shape(read, jax.ShapeDtypeStruct((), jnp.int32))
+    first_k, first_v, _ = jax.eval_shape(sources[0].read, jax.ShapeDtypeStruct((), jnp.int32))
     K, Hv = first_k.shape[1], first_v.shape[3]
     G = N // K
     # Queries of one KV head are rows of one matrix, so that each block costs two dots per (row, KV head).
     queries = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H) * scoring.scale
     limits = jnp.tile(limit, (1, G))[:, None, :, None]  # [B, 1, G*T, 1]
-    last = jnp.max(limit, axis=1)  # [B], the last slot that any query of a row sees
-    first, begin, end = None, 0, (jnp.max(last) + block) // block  # blocks that hold a visible slot
+    last = jnp.max(limit, axis=1)  # [B], the last position that any query of a row sees
+    first = jnp.zeros_like(last)  # and the first one
     if scoring.window is not None:
-        first = jnp.min(jnp.where(limit >= 0, limit, jnp.max(last)), axis=1) - scoring.window + 1  # [B], the first one
-        begin = jnp.maximum(jnp.min(first), 0) // block
+        lowest = jnp.min(jnp.where(limit >= 0, limit, jnp.max(last)), axis=1)
+        first = jnp.maximum(lowest - scoring.window + 1, 0)
 
-    def step(index, state):
+    def step(read, index, state):
         top, total, out = state
-        k, v, slots = read(index)
-        seen = scoring.seen(slots, limits) & (slots >= index * block)  # [B, 1, G*T, C]
+        k, v, positions = read(index)
+        here = positions[:, None, None]  # [B or 1, 1, 1, C]
+        seen = scoring.seen(here, limits) & (here >= 0)  # [B, 1, G*T, C]
         if scoring.allowed is not None:
-            seen &= jnp.tile(scoring.allowed[:, :, slots], (1, G, 1))[:, None]
+            seen &= jnp.tile(_columns(scoring.allowed, positions), (1, G, 1))[:, None]
         # What lies past the held tokens is garbage, perhaps nan: 0 * nan would leak through the product with v.
-        held = slots <= last[:, None]
-        held = (held if first is None else held & (slots >= first[:, None]))[:, None, :, None]
+        held = (positions <= last[:, None]) & (positions >= first[:, None])
         scores = jnp.where(seen, scoring.score(_product(queries, k)), _MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         # 0 where masked; or 1 in rows that have seen nothing yet, which the first visible slot shrinks to 0.
         weights = jnp.exp(scores - new_top)
         shrink = jnp.exp(top - new_top)
-        mixed = _product(weights.astype(q.dtype), jnp.where(held, v, 0))
+        mixed = _product(weights.astype(q.dtype), jnp.where(held[:, None, :, None], v, 0))
         return new_top, total * shrink + weights.sum(-1, keepdims=True), out * shrink + mixed
 
     top, total = jnp.full((B, K, G * T, 1), _MASKED, jnp.float32), jnp.zeros((B, K, G * T, 1), jnp.float32)
     if scoring.sinks is not None:  # a slot seen already, whose value is 0
         sinks = jnp.repeat(scoring.sinks.astype(jnp.float32).reshape(K, G), T, axis=1)
         top, total = jnp.broadcast_to(sinks[None, :, :, None], top.shape), jnp.ones_like(total)
-    top, total, out = jax.lax.fori_loop(begin, end, step, (top, total, jnp.zeros((B, K, G * T, Hv), jnp.float32)))
+    state = top, total, jnp.zeros((B, K, G * T, Hv), jnp.float32)
+    for source in sources:
+        state = jax.lax.fori_loop(*source.span(first, last), functools.partial(step, source.read), state)
+    top, total, out = state
     out = jnp.where(top == _MASKED, 0.0, out / jnp.maximum(total, 1e-30))  # a top that has not moved: nothing was seen
     out = out.reshape(B, K, G, T, Hv).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, N, Hv).astype(q.dtype)
+
+
+def _columns(allowed, positions):  # bool [B, T, S], int32 [1 or B, C] -> [B, T, C]
+    if positions.shape[0] == 1:
+        return allowed[:, :, positions[0]]
+    return jnp.take_along_axis(allowed, positions[:, None], axis=2)
 
 
 def _product(x, y):  # [B, K, R, I], [B, K, I, J] -> f32 [B, K, R, J], from operands in x's dtype

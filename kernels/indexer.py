@@ -42,13 +42,13 @@ def top_slots(scores: jax.Array, limit: jax.Array, k: int) -> jax.Array:
 
 
 def blockwise_index_scores(
-    q: jax.Array, weights: jax.Array, read: Callable[[jax.Array], tuple[jax.Array, jax.Array]], block: int, limit: jax.Array, slots: int
+    q: jax.Array, weights: jax.Array, read: Callable[[jax.Array], jax.Array], block: int, limit: jax.Array, slots: int
 ) -> jax.Array:
     """`index_scores` over keys that are read a block at a time, as far as the last visible slot; 0 past it.
 
     Args:
       q, weights: as above.
-      read: block index (traced) -> (k [B, C, D], slots int32 [C], consecutive).
+      read: block index i (traced) -> k [B, C, D] of the slots from i * C on; the last block may begin early, to end with the last slot.
       block: C.
       limit: int32 [B, T].
       slots: S.
@@ -58,8 +58,7 @@ def blockwise_index_scores(
     """
 
     def step(index, scores):
-        k, where = read(index)
-        return jax.lax.dynamic_update_slice_in_dim(scores, index_scores(q, weights, k), where[0], axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(scores, index_scores(q, weights, read(index)), index * block, axis=2)  # clamped likewise
 
     bound = (jnp.max(limit) + block) // block
     return jax.lax.fori_loop(0, bound, step, jnp.zeros((*q.shape[:2], slots), jnp.float32))

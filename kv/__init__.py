@@ -1,6 +1,33 @@
-"""Floor 2: the KV cache, every kind behind one method: `layer.attend(query, new, step, spec) -> out, new layer`."""
+"""Floor 2: the KV cache, every kind behind one method: `layer.attend(query, new, step, spec, weights) -> out, new layer`.
 
-from kv.cache import Cache, bytes_per_token, fresh, init, nbytes
-from kv.types import AttentionSpec, Format, KeyValue, LayerSpec, Query, Step
+A kind is what is kept per token (keys and values, or a latent row), where it lies (dense, ring, paged) and in what numbers (f32, bf16,
+int8, int4, fp8); any of the three goes with any of the others.
+"""
 
-__all__ = ["AttentionSpec", "Cache", "Format", "KeyValue", "LayerSpec", "Query", "Step", "bytes_per_token", "fresh", "init", "nbytes"]
+from kv.account import bytes_per_token, held_bytes, nbytes, report, stores
+from kv.cache import Cache, default_pages, fresh, init, page_groups
+from kv.format import Format
+from kv.types import AttentionSpec, KeyValue, LatentQuery, LatentRow, LatentSpec, LatentWeights, LayerSpec, Query, Step
+
+__all__ = [
+    "AttentionSpec",
+    "Cache",
+    "Format",
+    "KeyValue",
+    "LatentQuery",
+    "LatentRow",
+    "LatentSpec",
+    "LatentWeights",
+    "LayerSpec",
+    "Query",
+    "Step",
+    "bytes_per_token",
+    "default_pages",
+    "fresh",
+    "held_bytes",
+    "init",
+    "nbytes",
+    "page_groups",
+    "report",
+    "stores",
+]

@@ -1,23 +1,29 @@
 """`Cache`: the value that connects prefill and decode."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from kv.dense import Dense, group
+from kv.format import Format
 from kv.fresh import Fresh
-from kv.types import Format, LayerSpec
+from kv.latent import LatentLayer
+from kv.layer import KeyValueLayer, Layer, Tensor
+from kv.layout import Dense, Layout, Paged, Ring
+from kv.types import LatentSpec, LayerSpec
 from runtime import UserError
 from sharding import axes
+
+Spec = LayerSpec | LatentSpec
 
 
 class HasCacheLayers(Protocol):
     """What `init` needs of a model's config."""
 
     @property
-    def cache_layers(self) -> tuple[LayerSpec, ...]: ...
+    def cache_layers(self) -> tuple[Spec, ...]: ...
 
 
 class Cache(struct.PyTreeNode):
@@ -27,10 +33,23 @@ class Cache(struct.PyTreeNode):
     lengths: jax.Array  # int32 [B], tokens held
     places: tuple[tuple[int, int], ...] = struct.field(pytree_node=False)  # layer -> (store, index in its stack)
     capacity: int | None = struct.field(pytree_node=False)  # tokens a row can hold; None: unbounded
+    tables: tuple[jax.Array, ...] = ()  # int32 [B, M] per page group: the page of each C positions of a row, P where it has none
 
     @property
     def batch(self) -> int:
         return self.lengths.shape[0]
+
+    @property
+    def room(self) -> jax.Array | int | None:
+        """Tokens that rows can hold now: the capacity, or int32 [B] what their pages reach to; None: unbounded."""
+        if not self.tables:
+            return self.capacity
+        reach = jnp.full((self.batch,), self.capacity, jnp.int32)
+        for store in self.stores:
+            table = self.tables[store.layout.group]
+            pages = jnp.where(table < store.num_pages, jnp.arange(1, table.shape[1] + 1), 0)
+            reach = jnp.minimum(reach, pages.max(1) * store.layout.page_size)
+        return reach
 
     def layer(self, number: int) -> Any:
         """The view that layer `number` attends with."""
@@ -46,37 +65,52 @@ class Cache(struct.PyTreeNode):
     def rewind(self, lengths: jax.Array) -> "Cache":
         """The cache as it was when row b held `lengths[b]` tokens (int32 [B], at most what it holds now).
 
-        Only the lengths change: what a query sees depends on them alone, so 0 frees a row.
+        Only the lengths change: what a query sees depends on them alone, so 0 frees a row. Layers with a window keep the tokens of the
+        window and `Format.margin` more: a row may go back by that many from the most that it has held, or to 0.
         """
         return self.replace(lengths=jnp.minimum(self.lengths, jnp.asarray(lengths, jnp.int32)))
 
     def logical_axes(self) -> "Cache":
         """The same tree with the names of each array's axes in its place."""
-        return self.replace(stores=tuple(store.logical_axes() for store in self.stores), lengths=(axes.BATCH,))
+        stores = tuple(store.logical_axes(bool(self.tables)) for store in self.stores)
+        return self.replace(stores=stores, lengths=(axes.BATCH,), tables=((axes.BATCH, axes.PAGES),) * len(self.tables))
 
 
-def init(config: HasCacheLayers, batch: int, capacity: int, format: Format) -> Cache:
-    """An empty cache.
+def init(config: HasCacheLayers, batch: int, capacity: int, format: Format, pages: Sequence[int] | None = None) -> Cache:
+    """An empty cache. Traceable: under `jax.eval_shape` it only counts.
 
     Args:
       config: a model's config.
       batch: B, rows.
       capacity: tokens a row can hold.
-      format: number format and memory order.
+      format: number format, memory order and layout.
+      pages: with `format.page_size`, P of each page group's pool (`page_groups` lists the groups); None: what `default_pages` says.
 
     Raises:
-      UserError: batch or capacity below 1.
+      UserError: batch or capacity below 1, heads that the number format can't group.
     """
-    for name, value in (("batch", batch), ("capacity", capacity)):
-        if value < 1:
-            raise UserError(f"cache {name} {value} is below 1: give at least 1")
+    _check(batch=batch, capacity=capacity)
     groups = group(config.cache_layers)
     places = {number: (store, index) for store, numbers in enumerate(groups.values()) for index, number in enumerate(numbers)}
+    windows = page_groups(config, capacity, format)
+    pools = default_pages(config, batch, capacity, format) if pages is None else tuple(pages)
+    if len(pools) != len(windows):
+        raise ValueError(f"{len(pools)} page pools are given, but there are {len(windows)} page groups: give one size for each")
+    _check(**{f"page pool {number}": size for number, size in enumerate(pools)})
+
+    def store(spec: Spec, layers: int) -> Layer:
+        layout = layout_of(spec, capacity, format, windows)
+        rows, slots = layout.shape(batch, pools[layout.group] if isinstance(layout, Paged) else None)
+        tensors = {name: Tensor.init(tensor, (layers, rows), slots, format) for name, tensor in spec.tensors.items()}
+        return (LatentLayer if isinstance(spec, LatentSpec) else KeyValueLayer)(tensors=tensors, layout=layout)
+
+    width = -(-capacity // format.page_size) if windows else 0
     return Cache(
-        stores=tuple(Dense.init(spec, len(numbers), batch, capacity, format) for spec, numbers in groups.items()),
+        stores=tuple(store(spec, len(numbers)) for spec, numbers in groups.items()),
         lengths=jnp.zeros((batch,), jnp.int32),
         places=tuple(places[number] for number in range(len(places))),
         capacity=capacity,
+        tables=tuple(jnp.full((batch, width), size, jnp.int32) for size in pools),
     )
 
 
@@ -86,12 +120,56 @@ def fresh(config: HasCacheLayers, batch: int) -> Cache:
     return Cache(stores=(Fresh(),), lengths=jnp.zeros((batch,), jnp.int32), places=tuple((0, i) for i in range(layers)), capacity=None)
 
 
-def bytes_per_token(config: HasCacheLayers, format: Format) -> int:
-    """Bytes that one more token of one row takes, over all layers."""
-    width = sum(spec.num_kv_heads * (spec.key_dim + spec.value_dim) + spec.index_dim for spec in config.cache_layers)
-    return width * jnp.dtype(format.dtype).itemsize
+def group(specs: Sequence[Spec]) -> dict[Spec, list[int]]:
+    """Layer numbers by spec, in order of first appearance: each group becomes one stack."""
+    groups: dict[Spec, list[int]] = {}
+    for number, spec in enumerate(specs):
+        groups.setdefault(spec, []).append(number)
+    return groups
 
 
-def nbytes(config: HasCacheLayers, batch: int, capacity: int, format: Format) -> int:
-    """Bytes of the arrays that `init` with the same arguments allocates, lengths included."""
-    return bytes_per_token(config, format) * batch * capacity + 4 * batch
+def page_groups(config: HasCacheLayers, capacity: int, format: Format) -> tuple[int | None, ...]:
+    """The window of each page group's layers, None for those that see all; () without pages. Layers of a group share page tables."""
+    if format.page_size is None:
+        return ()
+    windows = {_window(spec, capacity, format) for spec in config.cache_layers}
+    return tuple(sorted(windows, key=lambda window: (window is not None, window)))
+
+
+def layout_of(spec: Spec, capacity: int, format: Format, windows: Sequence[int | None]) -> Layout:
+    """Where a layer's tokens lie."""
+    window = _window(spec, capacity, format)
+    if format.page_size is not None:
+        return Paged(format.page_size, windows.index(window))
+    return Dense(capacity) if window is None else Ring(window + format.margin, window)
+
+
+def default_pages(config: HasCacheLayers, batch: int, capacity: int, format: Format, chunk: int = 512) -> tuple[int, ...]:
+    """Pages per group with which no row ever lacks one: for all of its capacity, or for a window, its margin and a chunk of a prefill.
+
+    Args:
+      chunk: tokens of a prefill call; only one row at a time is prefilled by more than the margin.
+    """
+
+    def pages(tokens: int) -> int:
+        return -(-min(tokens, capacity) // format.page_size)
+
+    def pool(window: int | None) -> int:
+        if window is None:
+            return batch * pages(capacity)
+        ragged = 1  # the first page of a window is not held whole
+        held = min(pages(window + format.margin) + ragged, pages(capacity))
+        return min(batch * held + pages(chunk), batch * pages(capacity))
+
+    return tuple(pool(window) for window in page_groups(config, capacity, format))
+
+
+def _window(spec: Spec, capacity: int, format: Format) -> int | None:
+    """The layer's window, if it saves anything."""
+    return spec.window if spec.window is not None and spec.window + format.margin < capacity else None
+
+
+def _check(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise UserError(f"cache {name} {value} is below 1: give at least 1")

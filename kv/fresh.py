@@ -1,10 +1,13 @@
 """The kind that stores nothing: the full forward is the model over `Fresh`, and the laws compare every cache with it."""
 
+from typing import Any
+
 import jax
 from flax import struct
 
-from kernels import attention, index_scores, top_slots
-from kv.types import AttentionSpec, KeyValue, Query, Step
+from kernels import attention
+from kv.latent import latent_attention
+from kv.types import AttentionSpec, KeyValue, LatentQuery, LatentRow, Query, Step
 
 
 class Fresh(struct.PyTreeNode):
@@ -13,13 +16,13 @@ class Fresh(struct.PyTreeNode):
     layer: jax.Array | int | None = None
 
     def attend(
-        self, query: Query, new: KeyValue, step: Step, spec: AttentionSpec, sinks: jax.Array | None = None
+        self, query: Query | LatentQuery, new: KeyValue | LatentRow, step: Step, spec: AttentionSpec, weights: Any = None
     ) -> tuple[jax.Array, "Fresh"]:
-        """Same contract as `Dense.attend`; `step.start` must be 0 and `new` must be given, since nothing is held."""
-        limit, allowed = step.limit(query.q.shape[1]), None
-        if spec.top_k is not None:
-            allowed = top_slots(index_scores(query.index_q, query.index_w, new.index_k[:, :, 0]), limit, spec.top_k)
-        return attention(query.q, new.k, new.v, limit, spec.scoring(sinks, allowed)), self
+        """Same contract as `Layer.attend`; `step.start` must be 0 and `new` must be given, since nothing is held."""
+        limit = step.limit(jax.tree.leaves(query)[0].shape[1])
+        if isinstance(query, LatentQuery):
+            return latent_attention(query, new, limit, spec, weights), self
+        return attention(query.q, new.k, new.v, limit, spec.scoring(weights)), self
 
-    def logical_axes(self) -> "Fresh":
+    def logical_axes(self, shared: bool) -> "Fresh":
         return self

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from kernels import Scoring
@@ -15,8 +14,6 @@ class Query(NamedTuple):
     """Queries of the new tokens."""
 
     q: jax.Array  # [B, T, N, H]
-    index_q: jax.Array | None = None  # [B, T, Hi, Di], of an indexer
-    index_w: jax.Array | None = None  # [B, T, Hi], the weight of each of its heads
 
 
 class KeyValue(NamedTuple):
@@ -24,7 +21,29 @@ class KeyValue(NamedTuple):
 
     k: jax.Array  # [B, T, K, H]
     v: jax.Array  # [B, T, K, Hv]
+
+
+class LatentQuery(NamedTuple):
+    """Queries of the new tokens to latent rows."""
+
+    nope: jax.Array  # [B, T, N, P], the part that is not rotated
+    rope: jax.Array  # [B, T, N, R]
+    index_q: jax.Array | None = None  # [B, T, Hi, Di], of an indexer
+    index_w: jax.Array | None = None  # [B, T, Hi], the weight of each of its heads
+
+
+class LatentRow(NamedTuple):
+    """Latent rows of the new tokens."""
+
+    latent: jax.Array  # [B, T, 1, C + R]: the latent, then the rotated part that all heads' keys share
     index_k: jax.Array | None = None  # [B, T, 1, Di], of an indexer
+
+
+class LatentWeights(NamedTuple):
+    """What makes keys and values of latents."""
+
+    w_uk: jax.Array  # [N, P, C]
+    w_uv: jax.Array  # [N, Hv, C]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +55,17 @@ class AttentionSpec:
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     top_k: int | None = None  # slots that a query sees at most, the best by its indexer
 
-    def scoring(self, sinks: jax.Array | None, allowed: jax.Array | None) -> Scoring:
+    def scoring(self, sinks: jax.Array | None = None, allowed: jax.Array | None = None) -> Scoring:
         """What `kernels.attention` wants to know."""
         return Scoring(scale=self.scale, window=self.window, softcap=self.softcap, sinks=sinks, allowed=allowed)
+
+
+class TensorSpec(NamedTuple):
+    """One of the things that a layer keeps per token."""
+
+    heads: int
+    width: int  # numbers per head
+    key: bool  # stored in the keys' memory order, not the values'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,38 +75,29 @@ class LayerSpec:
     num_kv_heads: int  # K
     key_dim: int  # H
     value_dim: int  # Hv
-    index_dim: int = 0  # Di: of an indexer's key; 0: there is none
+    window: int | None = None  # tokens that a query sees, its own included: older ones need not be kept
+
+    @property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """What is stored, by name."""
+        return {"k": TensorSpec(self.num_kv_heads, self.key_dim, key=True), "v": TensorSpec(self.num_kv_heads, self.value_dim, key=False)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Format:
-    """How a cache is stored.
+class LatentSpec:
+    """What a layer of latent attention (MLA) keeps per token: one row for all heads, of which keys and values are projections."""
 
-    Attributes:
-      dtype: of keys and values.
-      key_order: of a row's axes in memory: S slots, K heads, H elements of a head.
-      value_order: likewise. On CPU keys are "KHS" and values "KSH": both products of attention then read their right operand
-        as it lies (several times faster for a few queries than "KSH" keys). On TPU, whose tiles are the last two axes, "SKH"
-        appends without a temporary of the cache's size.
-      as_bits: store bf16 as uint16, bit for bit. The CPU backend widens a bf16 array whole when it writes to it.
-    """
+    latent_dim: int  # C
+    rope_dim: int  # R: the rotated part of a key, the same for all heads
+    index_dim: int = 0  # Di: of an indexer's key; 0: there is none
 
-    dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable
-    key_order: str = "KHS"
-    value_order: str = "KSH"
-    as_bits: bool = False
+    window = None
 
-    def __post_init__(self):
-        for name in ("key_order", "value_order"):
-            if sorted(value := getattr(self, name)) != ["H", "K", "S"]:
-                raise ValueError(f"{name}={value!r} is not an order of the axes S, K and H")
-
-    @classmethod
-    def for_platform(cls, platform: str, dtype: np.dtype) -> "Format":
-        """The memory order that suits `cpu`, `gpu` or `tpu`."""
-        if platform == "cpu":
-            return cls(np.dtype(dtype), as_bits=dtype == jnp.bfloat16)
-        return cls(np.dtype(dtype), "SKH", "SKH")
+    @property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """As of `LayerSpec`."""
+        tensors = {"latent": TensorSpec(1, self.latent_dim + self.rope_dim, key=False)}
+        return tensors | {"index_k": TensorSpec(1, self.index_dim, key=True)} if self.index_dim else tensors
 
 
 class Step(struct.PyTreeNode):
@@ -92,6 +110,7 @@ class Step(struct.PyTreeNode):
     rows: jax.Array | None  # int32 [B'], the cache rows that the tokens go to; None: row b is row b
     start: jax.Array  # int32 [B'], tokens held before
     count: jax.Array  # int32 [B'], new tokens
+    tables: tuple[jax.Array, ...] = ()  # int32 [B', M] per page group, the pages of these rows
     last_only: bool = struct.field(pytree_node=False, default=False)
 
     def queried(self, x: jax.Array) -> jax.Array:
@@ -100,6 +119,15 @@ class Step(struct.PyTreeNode):
             return x
         last = jnp.maximum(self.count - 1, 0)
         return jnp.take_along_axis(x, last.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
+
+    def row(self, index: jax.Array) -> "Step":
+        """The step of one of its rows."""
+
+        def one(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, index, 1)
+
+        rows = jnp.arange(self.start.shape[0], dtype=jnp.int32) if self.rows is None else self.rows
+        return self.replace(rows=one(rows), start=one(self.start), count=one(self.count), tables=tuple(map(one, self.tables)))
 
     def positions(self, length: int) -> jax.Array:
         """Absolute position of each of `length` tokens: int32 [B', length]."""

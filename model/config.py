@@ -56,7 +56,7 @@ class AttentionConfig:
     @property
     def cache_layer(self) -> kv.LayerSpec:
         """What this layer keeps per token."""
-        return kv.LayerSpec(num_kv_heads=self.num_kv_heads, key_dim=self.head_dim, value_dim=self.head_dim)
+        return kv.LayerSpec(num_kv_heads=self.num_kv_heads, key_dim=self.head_dim, value_dim=self.head_dim, window=self.window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +71,8 @@ class IndexerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention (DeepSeek-V2 2024, arXiv 2405.04434): keys and values of all heads are projections of one latent row.
-
-    Two forms of the same algebra: expanded keeps every head's keys and values; absorbed keeps the latent and the rotated key that all heads
-    share, and moves the up-projections to the queries and the outputs.
-    """
+    """Multi-head latent attention (DeepSeek-V2 2024, arXiv 2405.04434): keys and values of all heads are projections of one latent row,
+    which is all that the cache keeps (see `kv.latent`)."""
 
     num_heads: int  # N
     q_rank: int | None  # width of the queries' own latent; None: they are projected from x
@@ -84,7 +81,6 @@ class MLAConfig:
     rope: Rope  # its `dim` is the rotated part's size
     value_dim: int  # Hv
     scale: float
-    absorbed: bool = True
     indexer: IndexerConfig | None = None
     bias: bool = False
 
@@ -94,21 +90,14 @@ class MLAConfig:
         return self.rope, None if self.indexer is None else self.indexer.rope
 
     @property
-    def key_dim(self) -> int:
-        return self.nope_dim + self.rope.dim
-
-    @property
     def spec(self) -> kv.AttentionSpec:
         """What the cache needs to know to answer this layer's queries."""
         return kv.AttentionSpec(scale=self.scale, top_k=None if self.indexer is None else self.indexer.top_k)
 
     @property
-    def cache_layer(self) -> kv.LayerSpec:
+    def cache_layer(self) -> kv.LatentSpec:
         """What this layer keeps per token."""
-        index_dim = 0 if self.indexer is None else self.indexer.head_dim
-        if self.absorbed:
-            return kv.LayerSpec(num_kv_heads=1, key_dim=self.kv_rank + self.rope.dim, value_dim=self.kv_rank, index_dim=index_dim)
-        return kv.LayerSpec(num_kv_heads=self.num_heads, key_dim=self.key_dim, value_dim=self.value_dim, index_dim=index_dim)
+        return kv.LatentSpec(self.kv_rank, self.rope.dim, 0 if self.indexer is None else self.indexer.head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +151,6 @@ class ModelConfig:
     final_softcap: float | None = None  # of the logits
 
     @property
-    def cache_layers(self) -> tuple[kv.LayerSpec, ...]:
+    def cache_layers(self) -> tuple[kv.LayerSpec | kv.LatentSpec, ...]:
         """What each layer keeps per token: `kv.init` allocates from this."""
         return tuple(layer.attention.cache_layer for layer in self.layers)

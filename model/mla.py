@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import kv
-from kernels import head_matmul, matmul
+from kernels import matmul
 from model.attention import RopeTable
 from model.config import MLAConfig
 from model.norm import LayerNorm, RMSNorm
@@ -26,7 +26,7 @@ class MLA(nn.Module):
         self, x: jax.Array, tables: tuple[RopeTable, RopeTable | None], step: kv.Step, cache: Any
     ) -> tuple[jax.Array, Any]:  # x [B, T, D]; tables of the heads' and of the indexer's rotation
         c = self.config
-        B, T, D = x.shape
+        D = x.shape[-1]
         N, C, P, R, V = c.num_heads, c.kv_rank, c.nope_dim, c.rope.dim, c.value_dim
 
         def bias(name: str, width: int) -> jax.Array | float:
@@ -49,21 +49,13 @@ class MLA(nn.Module):
         k_rope = apply_rope(latent[:, :, None, C:], tables[0])  # [B, T, 1, R]: one for all heads
         latent = RMSNorm(LATENT_EPS, name="kv_norm")(latent[..., :C])
 
-        if c.absorbed:  # q . (w_uk c) == (w_uk^T q) . c
-            q = jnp.concatenate([head_matmul(q_nope, w_uk, axis=1), q_rope], axis=-1)  # [B, T, N, C + R]
-            new = kv.KeyValue(jnp.concatenate([latent[:, :, None], k_rope], axis=-1), latent[:, :, None])
-        else:
-            q = jnp.concatenate([q_nope, q_rope], axis=-1)
-            k = jnp.concatenate([matmul(latent, w_uk), jnp.broadcast_to(k_rope, (B, T, N, R))], axis=-1)
-            new = kv.KeyValue(k, matmul(latent, w_uv))
-        query = kv.Query(step.queried(q))
+        new = kv.LatentRow(jnp.concatenate([latent[:, :, None], k_rope], axis=-1))
+        query = kv.LatentQuery(step.queried(q_nope), step.queried(q_rope))
         if c.indexer is not None:
             index_q, index_w, index_k = self._indexed(x, source, tables[1])
             query = query._replace(index_q=step.queried(index_q), index_w=step.queried(index_w))
             new = new._replace(index_k=index_k)
-        out, cache = cache.attend(query, new, step, c.spec)
-        if c.absorbed:
-            out = head_matmul(out, w_uv, axis=2)  # [B, T or 1, N, Hv]
+        out, cache = cache.attend(query, new, step, c.spec, kv.LatentWeights(w_uk, w_uv))  # [B, T or 1, N, Hv]
         out = matmul(out, wo, axes=2)
         return (out + weight(self, "bo", (D,), (axes.EMBED,), scaled_normal(0)).astype(out.dtype) if c.bias else out), cache
 

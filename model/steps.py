@@ -50,9 +50,12 @@ def prefill(
     if held is not None:
         start = jnp.minimum(start, held)
     counts = jnp.clip(counts, 0, tokens.shape[1])
-    if cache.capacity is not None:
-        counts = jnp.minimum(counts, cache.capacity - start)
-    step = kv.Step(rows=rows, start=start, count=counts)
+    if (room := cache.room) is not None:
+        room = room if rows is None or not cache.tables else room[rows]
+        counts = jnp.clip(counts, 0, room - start)
+    step = kv.Step(
+        rows=rows, start=start, count=counts, tables=cache.tables if rows is None else tuple(table[rows] for table in cache.tables)
+    )
     out, cache = model.apply({"params": params}, tokens, step, cache, logits)
     lengths = start + counts
     return out, cache.replace(lengths=lengths if rows is None else cache.lengths.at[rows].set(lengths))

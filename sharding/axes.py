@@ -5,6 +5,8 @@ The single letters are the house alphabet that comments and einsums use.
 
 BATCH = "batch"  # B: rows of the batch
 SLOTS = "slots"  # S: cache slots of a row
+PAGES = "pages"  # P: pages of a pool
+PAGE_SLOTS = "page_slots"  # C: tokens of a page
 LAYERS = "layers"  # L: a stack over layers; never sharded
 VOCAB = "vocab"  # V
 EMBED = "embed"  # D: the model's width
@@ -20,4 +22,4 @@ LATENT = "latent"  # C: a low-rank projection between the width and the heads
 INDEX = "index"  # Hi: an indexer's heads
 ONE = "one"  # a single row
 
-AXES = frozenset({BATCH, SLOTS, LAYERS, VOCAB, EMBED, KV_HEADS, Q_PER_KV, QKV, HEAD_DIM, GATE_UP, MLP, NORM, EXPERTS, LATENT, INDEX, ONE})
+AXES = frozenset(value for name, value in globals().items() if name.isupper())

@@ -1,6 +1,5 @@
 """Tiny models with what the families add to plain attention, two or three layers each, for the laws."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -62,9 +61,9 @@ def olmo() -> ModelConfig:
     return model(*(LayerConfig(attention(qk_norm="full", rope=rope), mlp, norms="post") for rope in (Rope(1e4, HEAD), None)))
 
 
-def latent(absorbed: bool) -> ModelConfig:
-    """Multi-head latent attention in one of its forms."""
-    return model(*(LayerConfig(mla(absorbed=absorbed), MLPConfig(hidden=32)),) * 2)
+def latent() -> ModelConfig:
+    """Multi-head latent attention: calls of more than 10 tokens are expanded, shorter ones absorbed."""
+    return model(*(LayerConfig(mla(), MLPConfig(hidden=32)),) * 2)
 
 
 def deepseek() -> ModelConfig:
@@ -79,16 +78,9 @@ CONFIGS = {
     "gemma": gemma(),
     "gpt_oss": gpt_oss(),
     "olmo": olmo(),
-    "mla_expanded": latent(absorbed=False),
-    "mla_absorbed": latent(absorbed=True),
+    "mla": latent(),
     "deepseek": deepseek(),
 }
-
-
-def expanded(config: ModelConfig) -> ModelConfig:
-    """The same model with its latent attention expanded; the weights fit both forms."""
-    layers = (dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, absorbed=False)) for layer in config.layers)
-    return dataclasses.replace(config, layers=tuple(layers))
 
 
 def random_params(config: ModelConfig, seed: int) -> Any:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kv
-import kv.dense
+import kv.layout
 from model import ModelConfig, Transformer, decode_step, init_params, prefill
 from tests.model.hybrids import CONFIGS, random_params
 
@@ -25,7 +25,7 @@ B, CAPACITY, T = 3, 40, 24
 def short_blocks():
     """Attention reads 16 slots at a time, so that 24 tokens take two blocks, and the last of 40 slots' three begins early."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv.dense, "_BLOCK", 16)
+        patch.setattr(kv.layout, "BLOCK", 16)
         yield
 
 
@@ -196,7 +196,7 @@ def test_on_cpu_no_program_widens_the_whole_bf16_cache(tiny_config):
     programs = decode_step.lower(model, params, cache, zeros), prefill.lower(model, params, cache, jnp.zeros((B, 8), jnp.int32), zeros)
     for program in programs:
         text = program.compile().as_text()
-        for array in (cache.stores[0].k, cache.stores[0].v):
+        for array in jax.tree.leaves(cache.stores[0].tensors):
             shape = ",".join(map(str, array.shape))
             assert f"u16[{shape}]" in text
             assert f"f32[{shape}]" not in text
@@ -223,7 +223,7 @@ class Hybrid:
         return cache
 
 
-SLOW = ("mla_expanded", "gemma", "olmo")  # what is new in them is in the others or in the parity tests, too; they are for the slow tier
+SLOW = ("gemma", "olmo")  # what is new in them is in the others or in the parity tests, too; they are for the slow tier
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CONFIGS])

@@ -1,0 +1,66 @@
+"""How a cache is stored: number format, memory order, and where tokens lie."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from kv.codec import QUANTIZED, Codec, Plain, Quantized
+from runtime import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a cache is stored; static.
+
+    Attributes:
+      dtype: of keys and values: a float, or one of the quantized ones: int8, int4, float8_e4m3fn (e4m3).
+      key_order: of a row's axes in memory: S slots, K heads, H elements of a head.
+      value_order: likewise. On CPU keys are "KHS" and values "KSH": both products of attention then read their right operand
+        as it lies (several times faster for a few queries than "KSH" keys). On TPU, whose tiles are the last two axes, "SKH"
+        appends without a temporary of the cache's size.
+      as_bits: store floats of 8 and 16 bits as unsigned integers, bit for bit. The CPU backend widens an array of such floats whole when it
+        writes to it.
+      group: channels of a head that share a scale; of the quantized formats.
+      page_size: C, tokens per page of a pool that all rows share; None gives every row slots of its own.
+      margin: tokens that a row can be rewound by: layers with a window keep that many besides it.
+    """
+
+    dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable
+    key_order: str = "KHS"
+    value_order: str = "KSH"
+    as_bits: bool = False
+    group: int = 32
+    page_size: int | None = None
+    margin: int = 64
+
+    def __post_init__(self):
+        for name in ("key_order", "value_order"):
+            if sorted(value := getattr(self, name)) != ["H", "K", "S"]:
+                raise ValueError(f"{name}={value!r} is not an order of the axes S, K and H")
+        size = self.page_size
+        if size is not None and (size < 1 or size & (size - 1)):
+            near = 1 << max(size, 1).bit_length() - 1
+            raise UserError(f"page size {size} is not a power of two: give {near} or {2 * near}")
+        if self.group < 2 or self.group & (self.group - 1):
+            raise UserError(f"a group of {self.group} channels per scale is not a power of two from 2 on: give for example 32")
+        if self.margin < 0:
+            raise UserError(f"cache margin {self.margin} is below 0: give the tokens that a row may be rewound by")
+        self.codec  # noqa: B018 - an unknown dtype is refused here
+
+    @classmethod
+    def for_platform(cls, platform: str, dtype: np.dtype, **more) -> "Format":
+        """The memory order that suits `cpu`, `gpu` or `tpu`; `more` are fields by name."""
+        dtype = np.dtype(dtype)
+        if platform == "cpu":
+            return cls(dtype, as_bits=dtype == jnp.bfloat16 or dtype in QUANTIZED, **more)
+        return cls(dtype, "SKH", "SKH", **more)
+
+    @property
+    def codec(self) -> Codec:
+        """What encodes and decodes rows."""
+        if self.dtype in QUANTIZED:
+            return Quantized(self.dtype, self.group, self.as_bits)
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise UserError(f"a cache of {self.dtype.name} is not known: use f32, bf16, f16, int8, int4 or float8_e4m3fn")
+        return Plain(self.dtype, self.as_bits)

@@ -1,0 +1,158 @@
+"""The caches of layers: what is kept per token (keys and values here, a latent row in `kv.latent`), in any layout and number format."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from kernels import Blocks, blockwise_attention
+from kv.codec import Codec
+from kv.format import Format
+from kv.layout import Layout, Reader, new_rows
+from kv.types import AttentionSpec, KeyValue, Query, Step, TensorSpec
+from sharding import axes
+
+
+class Tensor(struct.PyTreeNode):
+    """One thing that L layers keep per token and head, such as the keys: the arrays of its number format."""
+
+    parts: tuple[jax.Array, ...]  # [L, B or P, ...], the rest in `order`: see `kv.codec`
+    order: str = struct.field(pytree_node=False)
+    codec: Codec = struct.field(pytree_node=False)
+
+    @classmethod
+    def init(cls, spec: TensorSpec, lead: tuple[int, int], slots: int, format: Format) -> "Tensor":
+        order, codec = format.key_order if spec.key else format.value_order, format.codec
+
+        def zeros(width: int, dtype: Any) -> jax.Array:
+            size = {"S": slots, "K": spec.heads, "H": width}
+            return jnp.zeros((*lead, *(size[axis] for axis in order)), dtype)
+
+        return cls(tuple(zeros(*part) for part in codec.parts(spec.width)), order, codec)
+
+    def write(self, new: jax.Array, layer: jax.Array | int, step: Step, layout: Layout) -> "Tensor":
+        """With the rows new [B', T, K, H] written."""
+        encoded = self.codec.encode(new)
+        return self.replace(
+            parts=tuple(layout.write(part, rows, layer, step, self.order) for part, rows in zip(self.parts, encoded, strict=True))
+        )
+
+    def block(self, reader: Reader, layer: jax.Array | int, index: jax.Array, wanted: str) -> jax.Array:
+        """One block of slots: [B', ...], the rest in the `wanted` order."""
+        parts = tuple(reader.take(part, index, layer, self.order) for part in self.parts)
+        return self.codec.decode(parts, 1 + self.order.index("H")).transpose(0, *(1 + self.order.index(axis) for axis in wanted))
+
+    def as_stored(self, rows: jax.Array) -> jax.Array:
+        """Rows [..., H] as they would be read back."""
+        return self.codec.decode(self.codec.encode(rows), -1)
+
+
+class Layer(struct.PyTreeNode):
+    """What the L layers of one group keep, or (with `layer` set) the view of one of them."""
+
+    tensors: Mapping[str, Tensor]
+    layout: Layout = struct.field(pytree_node=False)
+    layer: jax.Array | int | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """P, of a pool."""
+        return jax.tree.leaves(self.tensors)[0].shape[1]
+
+    def logical_axes(self, shared: bool) -> "Layer":
+        """The same tree with the names of each array's axes in its place; `shared`: of pages instead of rows."""
+
+        def names(name: str, tensor: Tensor) -> Tensor:
+            name_of = {"S": axes.PAGE_SLOTS if shared else axes.SLOTS, "K": axes.KV_HEADS, "H": axes.HEAD_DIM}
+            if name in ("latent", "index_k"):
+                name_of["K"] = axes.ONE
+            each = (axes.LAYERS, axes.PAGES if shared else axes.BATCH, *(name_of[axis] for axis in tensor.order))
+            return tensor.replace(parts=(each,) * len(tensor.parts))
+
+        return self.replace(tensors={name: names(name, tensor) for name, tensor in self.tensors.items()})
+
+    def written(self, rows: Mapping[str, jax.Array], step: Step) -> "Layer":
+        """With a step's rows [B', T, K, H], by tensor, written."""
+        tensors = {name: tensor.write(rows[name], self.layer, step, self.layout) for name, tensor in self.tensors.items()}
+        return self.replace(tensors=tensors)
+
+    def attend(self, query: Query, new: KeyValue | None, step: Step, spec: AttentionSpec, weights: Any = None) -> tuple[jax.Array, "Layer"]:
+        """Writes the new tokens' rows, and answers their queries from what is held.
+
+        Args:
+          query: of the kind's rows.
+          new: likewise, or None to read only.
+          step: which cache rows and positions the tokens are; those at or past the capacity are dropped.
+          spec: static.
+          weights: the layer's own that the kind needs.
+
+        Returns:
+          [B', T, N, Hv], zero for padded queries, and the new view.
+        """
+        length = jax.tree.leaves(query)[0].shape[1]
+        whole = self.layout.reads_back(length)
+        if new is None:
+            if not whole:
+                raise ValueError(f"{length} queries see more than {self.layout} keeps: read with fewer, or with the call that writes")
+            return self._answered(query, None, step, spec, weights), self
+        rows = {name: each for name, each in new._asdict().items() if each is not None}
+        if whole:
+            self = self.written(rows, step)
+            return self._answered(query, None, step, spec, weights), self
+        out = self._answered(query, rows, step, spec, weights)
+        out, rows = jax.lax.optimization_barrier((out, rows))  # what is overwritten has been read
+        return out, self.written(rows, step)
+
+    def _answered(self, query, new, step, spec, weights):
+        """`answer`, row by row where the layout wants it."""
+        B = step.start.shape[0]
+        if not self.layout.row_by_row or B == 1:
+            return self.answer(query, new, step, spec, weights)
+
+        def one(index):
+            own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1), (query, new))
+            return self.answer(*own, step.row(index), spec, weights)[0]
+
+        return jax.lax.map(one, jnp.arange(B, dtype=jnp.int32))
+
+    def answer(self, query: Any, new: Mapping[str, jax.Array] | None, step: Step, spec: AttentionSpec, weights: Any) -> jax.Array:
+        """What the queries see of what is held, and of the rows `new` if they are not written yet: [B', T, N, Hv]."""
+        raise NotImplementedError
+
+    def sources(self, read: Any, new: Mapping[str, jax.Array] | None, step: Step) -> list[Blocks]:
+        """Blocks of what is held, and of the rows `new` if there are any.
+
+        Args:
+          read: (tensor's name, wanted order) -> a block [B', ...]; positions -> what a block gives.
+        """
+        reader = self.layout.reader(step, after=new is None)
+
+        def held(index):
+            return read(lambda name, order: self.tensors[name].block(reader, self.layer, index, order), reader.positions(index))
+
+        sources = [Blocks(held, reader.span)]
+        if new is not None:
+            unwritten = new_rows(step, next(iter(new.values())).shape[1])
+            stored = {name: self.tensors[name].as_stored(rows) for name, rows in new.items()}
+
+            def given(index):
+                def block(name, order):
+                    return unwritten.take(stored[name], index).transpose(0, *(1 + "SKH".index(axis) for axis in order))
+
+                return read(block, unwritten.positions(index))
+
+            sources.append(Blocks(given, unwritten.span))
+        return sources
+
+
+class KeyValueLayer(Layer):
+    """Keys and values of every head: queries are `Query`, new rows `KeyValue`, weights the sinks [N] or None (see `kernels.Scoring`)."""
+
+    def answer(self, query, new, step, spec, weights):
+        def read(block, where):
+            return block("k", "KHS"), block("v", "KSH"), where
+
+        limit = step.limit(query.q.shape[1])
+        return blockwise_attention(query.q, self.sources(read, new, step), limit, spec.scoring(weights))

@@ -1,0 +1,230 @@
+"""Where the token at position p of a row lies: in slot p (dense), in slot p mod R (ring), or in slot p mod C of a page (paged).
+
+A row that holds positions 0..9, as a ring of R = 8 slots and as pages of C = 4:
+
+    ring   slot      0 1 2 3 4 5 6 7        paged  table of the row     2 0 5
+           position  8 9 2 3 4 5 6 7               page 2 holds 0..3, page 0 holds 4..7, page 5 holds 8 9 . .
+
+A layout is static; what changes from call to call (lengths, page tables) is in the step. It writes the rows of a call, and reads blocks of
+slots with the position that each holds.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from kernels import append, append_pages, append_ring
+from kv.types import Step
+
+BLOCK = 256  # slots read at a time: long enough to amortise a loop step, short enough to stay in the second-level cache
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reader:
+    """Blocks of what the rows of a step hold.
+
+    Attributes:
+      size: C, slots per block.
+      take: (array [L, B or P, ...], block index, layer, order) -> [B', ...], the rest in the same order.
+      positions: block index -> int32 [1, C] or [B', C], as of `kernels.Blocks`.
+      span: as of `kernels.Blocks`.
+    """
+
+    size: int
+    take: Callable[..., jax.Array]
+    positions: Callable[[jax.Array], jax.Array]
+    span: Callable[[jax.Array, jax.Array], tuple[jax.Array | int, jax.Array | int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """Every row has a slot for each of its tokens."""
+
+    capacity: int
+
+    kind = "dense"
+    row_by_row = False
+
+    def shape(self, batch: int, pages: int | None) -> tuple[int, int]:
+        """Rows (or pages) of each array, and slots of each."""
+        return batch, self.capacity
+
+    def reads_back(self, length: int) -> bool:
+        """Whether all that the queries of a call of `length` tokens see is there once its tokens are written."""
+        return True
+
+    def write(self, array: jax.Array, new: jax.Array, layer: jax.Array | int, step: Step, order: str) -> jax.Array:
+        """The array [L, B or P, ...] with the rows new [B', T, K, H] written."""
+        return append(array, new, layer, step.rows, step.start, step.count, order)
+
+    def reader(self, step: Step, after: bool) -> Reader:
+        """Blocks of what is held after the step's tokens are written, or before."""
+        size = min(BLOCK, self.capacity)
+
+        def first(index):
+            return jnp.minimum(index * size, self.capacity - size)
+
+        def positions(index):
+            at = first(index) + jnp.arange(size, dtype=jnp.int32)
+            return jnp.where(at >= index * size, at, -1)[None]  # the last block begins early: what it repeats does not count
+
+        return Reader(size, _taker(step, first, size), positions, _consecutive(size))
+
+    def gather(self, array: jax.Array, layer: jax.Array | int, order: str, step: Step, positions: jax.Array) -> jax.Array:
+        """What an array of one head holds for the positions int32 [B', J]: [B', J, numbers per row]."""
+        rows = jnp.arange(positions.shape[0]) if step.rows is None else step.rows
+        return _gather(array, layer, order, rows[:, None], positions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Every row has R slots, R being the window and the margin: older tokens are overwritten."""
+
+    slots: int
+    window: int
+
+    kind = "ring"
+    row_by_row = False
+
+    def shape(self, batch: int, pages: int | None) -> tuple[int, int]:
+        return batch, self.slots
+
+    def reads_back(self, length: int) -> bool:
+        return length <= self.slots - self.window + 1  # more would overwrite what the first query sees
+
+    def write(self, array: jax.Array, new: jax.Array, layer: jax.Array | int, step: Step, order: str) -> jax.Array:
+        return append_ring(array, new, layer, step.rows, step.start, step.count, order)
+
+    def reader(self, step: Step, after: bool) -> Reader:
+        count = -(-self.slots // BLOCK)
+        size = self.slots // count if self.slots % count == 0 else BLOCK
+        end = step.start + step.count if after else step.start  # [B'], tokens held
+
+        def first(index):
+            return jnp.minimum(index * size, self.slots - size)
+
+        def positions(index):
+            slot = first(index) + jnp.arange(size, dtype=jnp.int32)
+            behind = (end[:, None] - 1 - slot) % self.slots  # how far the slot's token is behind the last one
+            return jnp.where((behind < end[:, None]) & (slot >= index * size), end[:, None] - 1 - behind, -1)
+
+        def span(first_seen, last_seen):
+            return 0, (jnp.minimum(jnp.max(end), self.slots) + size - 1) // size
+
+        return Reader(size, _taker(step, first, size), positions, span)
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """Rows hold pages of a pool, by a table; layers with the same window share the tables of a page group."""
+
+    page_size: int
+    group: int
+
+    kind = "paged"
+    row_by_row = True  # rows are answered one after another, so that the cost is the sum of what they hold
+
+    def shape(self, batch: int, pages: int | None) -> tuple[int, int]:
+        return pages, self.page_size
+
+    def reads_back(self, length: int) -> bool:
+        return True
+
+    def write(self, array: jax.Array, new: jax.Array, layer: jax.Array | int, step: Step, order: str) -> jax.Array:
+        return append_pages(array, new, layer, step.tables[self.group], step.start, step.count, order)
+
+    def reader(self, step: Step, after: bool) -> Reader:
+        table = step.tables[self.group]  # [B', M]
+        pages = min(max(1, BLOCK // self.page_size), table.shape[1])
+        size = pages * self.page_size
+
+        def first(index):  # page of the table
+            return jnp.minimum(index * pages, table.shape[1] - pages)
+
+        def take(array, index, layer, order):
+            numbers = jax.lax.dynamic_slice_in_dim(table, first(index), pages, axis=1)
+            return _pages(array, layer, jnp.minimum(numbers, array.shape[1] - 1), order)
+
+        def positions(index):
+            at = first(index) * self.page_size + jnp.arange(size, dtype=jnp.int32)
+            return jnp.where(at >= index * size, at, -1)[None]
+
+        return Reader(size, take, positions, _consecutive(size))
+
+    def gather(self, array: jax.Array, layer: jax.Array | int, order: str, step: Step, positions: jax.Array) -> jax.Array:
+        """As of `Dense`."""
+        pages = jnp.take_along_axis(step.tables[self.group], positions // self.page_size, axis=1)
+        return _gather(array, layer, order, jnp.minimum(pages, array.shape[1] - 1), positions % self.page_size)
+
+
+Layout = Dense | Ring | Paged
+
+
+def new_rows(step: Step, length: int) -> Reader:
+    """Blocks of the `length` rows that a step brings, before they are written; `take` is (rows [B', T, K, H], index) -> [B', C, K, H]."""
+    size = min(BLOCK, length)
+
+    def first(index):
+        return jnp.minimum(index * size, length - size)
+
+    def take(rows, index):
+        return jax.lax.dynamic_slice_in_dim(rows, first(index), size, axis=1)
+
+    def positions(index):
+        token = first(index) + jnp.arange(size, dtype=jnp.int32)
+        return jnp.where((token < step.count[:, None]) & (token >= index * size), step.start[:, None] + token, -1)
+
+    def span(first_seen, last_seen):
+        return jnp.maximum(jnp.min(first_seen - step.start), 0) // size, (jnp.max(last_seen - step.start) + size) // size
+
+    return Reader(size, take, positions, span)
+
+
+def _consecutive(size: int) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The span of blocks that hold positions in order: from the first one that is seen to the last one."""
+    return lambda first, last: (jnp.min(first) // size, (jnp.max(last) + size) // size)
+
+
+def _gather(array: jax.Array, layer: jax.Array | int, order: str, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    rows, slots = jnp.broadcast_arrays(rows, slots)
+    where = {"S": slots, "K": 0, "H": slice(None)}
+    return array[layer, rows, *(where[axis] for axis in order)]
+
+
+def _taker(step: Step, first: Callable[[jax.Array], jax.Array], size: int) -> Callable[..., jax.Array]:
+    return lambda array, index, layer, order: _slots(array, layer, step.rows, order, first(index), size)
+
+
+def _slots(array: jax.Array, layer: jax.Array | int, rows: jax.Array | None, order: str, first: jax.Array, size: int) -> jax.Array:
+    """Slots first..first+size of the given rows: [B', ...], the rest in the array's order."""
+    slot_axis = 2 + order.index("S")
+
+    def part(row: jax.Array | int, count: int) -> jax.Array:
+        corner = [layer, row, 0, 0, 0]
+        corner[slot_axis] = first
+        sizes = [1, count, *array.shape[2:]]
+        sizes[slot_axis] = size
+        return jax.lax.dynamic_slice(array, corner, sizes)[0]
+
+    if rows is None:
+        return part(0, array.shape[1])
+    if rows.shape[0] == 1:
+        return part(rows[0], 1)
+    return jax.vmap(lambda row: part(row, 1)[0])(rows)
+
+
+def _pages(pool: jax.Array, layer: jax.Array | int, numbers: jax.Array, order: str) -> jax.Array:
+    """The pages int32 [B', n] of a pool, joined along the slots: [B', ...], the rest in the pool's order."""
+
+    def page(number: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(pool, [layer, number, 0, 0, 0], (1, 1, *pool.shape[2:]))[0, 0]
+
+    B, n = numbers.shape
+    if B == 1:
+        return jnp.concatenate([page(numbers[0, i]) for i in range(n)], axis=order.index("S"))[None]
+    parts = jax.vmap(jax.vmap(page))(numbers)  # [B', n, ...]
+    at = order.index("S")
+    parts = jnp.moveaxis(parts, 1, 1 + at)  # the pages before their slots
+    return parts.reshape(B, *(n * pool.shape[2 + i] if i == at else pool.shape[2 + i] for i in range(3)))
