@@ -23,7 +23,7 @@ class Match:
     num_pages: int
     num_tokens: int
     pages: list[list[int | Parked | None]]
-    node: Node | None
+    node: Node | None = dataclasses.field(repr=False)
 
     @property
     def parked(self) -> list[list[Parked]]:

@@ -19,7 +19,7 @@ TOKEN = np.dtype(np.int32)
 Tokens = Sequence[int] | np.ndarray
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, repr=False, slots=True)
 class Node:
     """A run of whole pages, and what each page group holds of them.
 
