@@ -1,12 +1,15 @@
 """Floor 2: the KV cache, every kind behind one method: `layer.attend(query, new, step, spec, weights) -> out, new layer`.
 
 A kind is what is kept per token (keys and values, or a latent row), where it lies (dense, ring, paged) and in what numbers (f32, bf16,
-int8, int4, fp8); any of the three goes with any of the others.
+int8, int4, fp8); any of the three goes with any of the others. The host's side of pages: `Pager`, and what it is made of.
 """
 
 from kv.account import bytes_per_token, held_bytes, nbytes, report, stores
-from kv.cache import Cache, default_pages, fresh, init, page_groups
+from kv.cache import Cache, default_pages, fresh, init, page_groups, rewind_margin
 from kv.format import Format
+from kv.pager import Pager, pool_sizes
+from kv.pages import OutOfPages, PageAllocator
+from kv.prefix import PageGroup, PrefixTree
 from kv.types import AttentionSpec, KeyValue, LatentQuery, LatentRow, LatentSpec, LatentWeights, LayerSpec, Query, Step
 
 __all__ = [
@@ -19,6 +22,11 @@ __all__ = [
     "LatentSpec",
     "LatentWeights",
     "LayerSpec",
+    "OutOfPages",
+    "PageAllocator",
+    "PageGroup",
+    "Pager",
+    "PrefixTree",
     "Query",
     "Step",
     "bytes_per_token",
@@ -28,6 +36,8 @@ __all__ = [
     "init",
     "nbytes",
     "page_groups",
+    "pool_sizes",
     "report",
+    "rewind_margin",
     "stores",
 ]

@@ -136,6 +136,11 @@ def page_groups(config: HasCacheLayers, capacity: int, format: Format) -> tuple[
     return tuple(sorted(windows, key=lambda window: (window is not None, window)))
 
 
+def rewind_margin(config: HasCacheLayers, capacity: int, format: Format) -> int | None:
+    """Tokens that a row may be rewound by from the most that it has held; None: any."""
+    return None if all(_window(spec, capacity, format) is None for spec in config.cache_layers) else format.margin
+
+
 def layout_of(spec: Spec, capacity: int, format: Format, windows: Sequence[int | None]) -> Layout:
     """Where a layer's tokens lie."""
     window = _window(spec, capacity, format)
