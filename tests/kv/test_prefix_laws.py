@@ -81,11 +81,13 @@ class Serving(RuleBasedStateMachine):
             self.live.insert(first)
             self.live.finish(first)
         if second in self.live.rows and not second.arriving:
-            self.live.grow(second, tokens + self.tokens(more))
-            if second in self.live.rows:
+            for times in range(1, 3):
+                self.live.grow(second, tokens + self.tokens(more) * times)
+                if second not in self.live.rows:
+                    return
                 self.live.insert(second)
-                if unpin:
-                    self.live.release(second)
+            if unpin:
+                self.live.release(second)
 
     @rule(data=st.data(), count=st.integers(1, 8), kinds=KINDS_OF_PAGE, twice=st.booleans())
     def a_prompt_comes_back_after_its_pages_were_parked(self, data, count, kinds, twice):
