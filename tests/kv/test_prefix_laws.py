@@ -60,14 +60,16 @@ class Serving(RuleBasedStateMachine):
         limit=st.sampled_from([None, None, None, 0, 1, 3, 5, 8]),
         grid=st.sampled_from([1, 1, 1, 2, 3]),
         arrive=st.booleans(),
-        then=st.sampled_from(["run", "insert", "finish"]),
+        then=st.sampled_from(["run", "insert", "finish", "cancel"]),
         margin=MARGIN,
     )
     def admit(self, data, kinds, tail, limit, grid, arrive, then, margin):
         row = self.live.start(*self.prompt(data, kinds, tail), limit, grid)
         if row in self.live.rows and row.arriving and arrive:
             self.live.restore(row)
-        if row in self.live.rows and not row.arriving and then != "run":
+        if row in self.live.rows and then == "cancel":
+            self.live.finish(row)
+        elif row in self.live.rows and not row.arriving and then != "run":
             self.live.give_back(row, margin)
             self.live.insert(row)
             if then == "finish":
