@@ -285,18 +285,15 @@ def test_pages_that_can_not_be_stored_are_an_error_and_change_nothing():
     assert found(tree, pools, [1, 2, 3, 4]) == [[first, second], [third, fourth]]
 
 
-@pytest.mark.parametrize(
-    "page_size, windows, message",
-    [
-        (3, [None], "page size 3 is no power of two"),
+def test_a_tree_that_can_not_be_is_an_error():
+    for page_size, windows, message in [
+        (3, [None], "page size 3"),
         (0, [None], "page size 0"),
         (2, [], "0 page groups"),
-        (2, [None, 0], "window 0 is below 1"),
-    ],
-)
-def test_a_tree_that_can_not_be_is_an_error(page_size, windows, message):
-    with pytest.raises(ValueError, match=message):
-        PrefixTree(page_size, [PageGroup(PageAllocator(1), window) for window in windows])
+        (2, [0], "window 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make(page_size, windows)
 
 
 @pytest.mark.parametrize("options", [{"limit": -1}, {"grid": 0}])
