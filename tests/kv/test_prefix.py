@@ -287,8 +287,8 @@ def test_pages_that_can_not_be_stored_are_an_error_and_change_nothing():
 
 def test_a_tree_that_can_not_be_is_an_error():
     for page_size, windows, message in [
-        (3, [None], "page size 3"),
-        (0, [None], "page size 0"),
+        (3, [None], "size 3 is no"),
+        (0, [None], "size 0 is no"),
         (2, [], "0 page groups"),
         (2, [0], "window 0"),
     ]:

@@ -205,4 +205,4 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestServing.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
