@@ -285,15 +285,12 @@ def test_pages_that_can_not_be_stored_are_an_error_and_change_nothing():
     assert found(tree, pools, [1, 2, 3, 4]) == [[first, second], [third, fourth]]
 
 
-def test_a_tree_that_can_not_be_is_an_error():
-    for page_size, windows, message in [
-        (3, [None], "size 3 is no"),
-        (0, [None], "size 0 is no"),
-        (2, [], "0 page groups"),
-        (2, [0], "window 0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            make(page_size, windows)
+@pytest.mark.parametrize(
+    "page_size, windows, error", [(3, [None], "size 3"), (0, [None], "size 0"), (2, [], "0 page"), (2, [0], "window 0")]
+)
+def test_a_tree_that_can_not_be_is_an_error(page_size, windows, error):
+    with pytest.raises(ValueError, match=error):
+        make(page_size, windows)
 
 
 @pytest.mark.parametrize("options", [{"limit": -1}, {"grid": 0}])
