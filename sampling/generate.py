@@ -205,6 +205,13 @@ def _prepare(
         remedy = "shorten it" if capacity == context else f"shorten it or give a capacity of at least {longest + 1}"
         limit = f"the model's context is {context}" if capacity == context else f"the cache holds {capacity} per row"
         raise PromptError([*map(len, tokens)].index(longest), f"the prompt has {longest} tokens, but {limit}: {remedy}")
+    if pages is not None and lm.kv_format.page_size is not None and longest > pages * lm.kv_format.page_size:
+        size = lm.kv_format.page_size
+        raise PromptError(
+            [*map(len, tokens)].index(longest),
+            f"the prompt has {longest} tokens, but the pool of {pages} pages of {size} tokens holds {pages * size}: give at least "
+            f"{-(-longest // size) + 1} pages (--kv_pages)",
+        )
     for option in options:
         option.check_vocabulary(lm.config.vocab_size)
     logprobs = max((option.logprobs for option in options if option.logprobs is not None), default=None)

@@ -81,8 +81,10 @@ def test_a_row_ends_where_the_pool_ends_and_what_it_gives_back_serves_the_others
 
 
 def test_a_prompt_that_the_pool_can_not_hold_names_the_flag(lm):
-    with pytest.raises(UserError, match=r"needs pages up to token 19, but the pool of 2 pages of 8 tokens has none left .*--kv_pages"):
+    with pytest.raises(UserError, match=r"the prompt has 19 tokens, but the pool of 2 pages of 8 tokens holds 16: give at least 4 pages"):
         answers(stored(lm, page_size=8), pages=2)
+    with pytest.raises(UserError, match=r"needs pages up to token 18, but the pool of 4 pages of 8 tokens has none left .*--kv_pages"):
+        answers(stored(lm, page_size=8), pages=4)  # one prompt fits, not both
 
 
 @pytest.mark.parametrize("more", [{"pages": 4}, {"prefix_cache": True}])
