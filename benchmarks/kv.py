@@ -31,7 +31,7 @@ from benchmarks.kv_parts import PARTS, RECOMPUTE_ROUNDS, check, formats, measure
 from benchmarks.report import spread  # noqa: E402
 from checkpoint import resolve  # noqa: E402
 from runtime import DTYPES, UserError, enable_compilation_cache  # noqa: E402
-from runtime.files import check_writable  # noqa: E402
+from runtime.files import check_writable, replacing  # noqa: E402
 from sampling.evaluate import CHUNK, WINDOW  # noqa: E402
 
 PEER_ROUNDS = 5
@@ -55,7 +55,7 @@ def say(text: str) -> None:
 
 
 def run(out: Path) -> dict[str, Any]:
-    """What the flags ask for; `out` is checked, and made if need be.
+    """Measures what the flags ask for. The folder `out` is made if need be; its files are written anew after every part.
 
     Raises:
       UserError: a flag that can't be served, or a model that can't be loaded: before anything is measured.
@@ -90,22 +90,26 @@ def run(out: Path) -> dict[str, Any]:
     def between() -> None:
         samples.append(meter.ask({"op": "ceilings"})["read_bytes_per_s"])
 
+    def complete(report: dict[str, Any]) -> dict[str, Any]:
+        return {**report, "ceilings": {"read_bytes_per_s": spread(samples), "how": meter.hello["how"]}, "notes": notes}
+
+    def save(report: dict[str, Any]) -> None:
+        with replacing(str(out / "kv.json")) as file:
+            file.write(json.dumps(complete(report), indent=1) + "\n")
+        if "held" in report:
+            kv_plot.plot(complete(report), out / "kv_decode_cost.png")
+
     with contextlib.closing(meter):
         between()
-        report = measure(lm, chosen, planned, kv_cost.Rounds(_ROUNDS.value, between, _QUIET.value), peers=peers, say=say)
-    return {**report, "ceilings": {"read_bytes_per_s": spread(samples), "how": meter.hello["how"]}, "notes": notes}
+        rounds = kv_cost.Rounds(_ROUNDS.value, between, _QUIET.value, note)
+        return complete(measure(lm, chosen, planned, rounds, peers=peers, say=say, save=save))
 
 
 def main(argv: Sequence[str]) -> int:
     try:
         if len(argv) > 1:
             raise UserError(f"argument {argv[1]!r} is not understood: all settings are flags, see --help")
-        out = Path(_OUT.value)
-        report = run(out)
-        (out / "kv.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        if "held" in report:
-            kv_plot.plot(report, out / "kv_decode_cost.png")
-        print(kv_page.markdown(report), end="")
+        print(kv_page.markdown(run(Path(_OUT.value))), end="")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

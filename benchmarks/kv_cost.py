@@ -14,6 +14,7 @@ import numpy as np
 import kv
 from benchmarks.curves import fit, total
 from benchmarks.decoding import Decoding
+from benchmarks.report import noise_note
 from benchmarks.rounds import interleaved, median_seconds, seconds
 from model import ModelConfig, prefill
 from sampling import LanguageModel
@@ -29,9 +30,12 @@ class Rounds:
     count: int
     between: Callable[[], None] = lambda: None
     quiet_seconds: float = 0.0
+    note: Callable[[str], None] = lambda text: None  # told how many calls other work disturbed
 
     def medians(self, cases: Mapping[Any, Callable[[], float]]) -> dict[Any, float]:
         records = interleaved(cases, self.count, between=self.between, quiet_seconds=self.quiet_seconds)
+        if noise := noise_note([measurement for record in records.values() for measurement in record.measurements]):
+            self.note(noise)
         return {name: median_seconds(record) for name, record in records.items()}
 
 
@@ -55,10 +59,15 @@ def sizes(config: ModelConfig, formats: Formats, capacity: int) -> dict[str, dic
 def capacity(
     lm: LanguageModel, formats: Formats, rounds: Rounds, *, held: int, slots: tuple[int, int], batches: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """A step's seconds with the same tokens held in a small and in a large cache: "FORMAT xBATCH" -> both and their ratio."""
+    """A step's seconds with the same tokens held in a small and in a large cache: "FORMAT xBATCH" -> both and their ratio.
+
+    Dispatches are half as long as a generation's: eight rows take long enough.
+    """
     parts = {}
     for name, format in formats.items():
-        cases = {(batch, size): functools.partial(Decoding(lm, format, batch, size, STEPS), held) for batch in batches for size in slots}
+        cases = {
+            (batch, size): functools.partial(Decoding(lm, format, batch, size, STEPS // 2), held) for batch in batches for size in slots
+        }
         medians = rounds.medians(cases)
         for batch in batches:
             small, large = (medians[batch, size] for size in slots)

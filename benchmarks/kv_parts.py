@@ -1,5 +1,6 @@
 """What `benchmarks/kv.py` measures: its parts, what each is given, and all of them on one model."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from sampling.batch import STEPS
 
 PARTS = ("bytes", "quality", "capacity", "held", "recompute")  # quality early: it may refuse what it is given
 HELD = (256, 512, 1024, 2048, 4096, 8192)
-RECOMPUTE_ROUNDS = 3  # a round decodes 1,000 tokens: long enough to need no more
+RECOMPUTE_ROUNDS = 2  # a round decodes 1,000 tokens: long enough to need no more
 
 
 def formats(names: Sequence[str]) -> dict[str, kv.Format]:
@@ -62,6 +63,7 @@ def measure(
     *,
     peers: Callable[[Sequence[int]], Mapping[str, Any]],
     say: Callable[[str], None] = lambda text: None,
+    save: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """The report but for the ceilings and notes: every part of the plan, what it was given, and the seconds it took.
 
@@ -72,14 +74,19 @@ def measure(
       rounds: of the timed parts.
       peers: gives what stands beside `held`, for the same lengths; see `kv_peers`.
       say: told what is being done.
+      save: called with the report so far, after every part.
     """
-    few = kv_cost.Rounds(min(rounds.count, RECOMPUTE_ROUNDS), rounds.between, rounds.quiet_seconds)
+
+    def of(part: str, most: int | None = None) -> kv_cost.Rounds:
+        count = rounds.count if most is None else min(rounds.count, most)
+        return dataclasses.replace(rounds, count=count, note=lambda text: rounds.note(f"{part}: {text}"))
+
     functions = {
         "bytes": lambda **given: kv_cost.sizes(lm.config, chosen, **given),
         "quality": lambda **given: quality(lm, formats(["f32"]) | dict(chosen), **given, say=say),
-        "capacity": lambda **given: kv_cost.capacity(lm, chosen, rounds, **given),
-        "held": lambda **given: kv_cost.held(lm, chosen, rounds, **given),
-        "recompute": lambda **given: kv_cost.recompute(lm, next(iter(chosen.values())), few, **given),
+        "capacity": lambda **given: kv_cost.capacity(lm, chosen, of("capacity"), **given),
+        "held": lambda **given: kv_cost.held(lm, chosen, of("held"), **given),
+        "recompute": lambda **given: kv_cost.recompute(lm, next(iter(chosen.values())), of("recompute", RECOMPUTE_ROUNDS), **given),
     }
     report: dict[str, Any] = {
         "model": lm.name,
@@ -95,4 +102,5 @@ def measure(
         if name == "held":
             report["peers"] = peers(given["lengths"])
         report["seconds"][name] = time.perf_counter() - began
+        save(report)
     return report

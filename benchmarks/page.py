@@ -11,6 +11,7 @@ METHOD = (
     "causal attention); as this stack stores its weights: a peer with packed weights has less to read",
     "load: from the file's name to a model with its tokenizer, without Python's imports; start to ready: the whole process, with them. "
     "Peak memory: the most that was resident until then",
+    "~: every measurement ran beside other work",
     "tokens as the reference: leading greedy tokens of row 0 that are equal, over all cases",
 )
 

@@ -105,6 +105,16 @@ def undisturbed(measurements: Sequence[Measurement]) -> Sequence[Measurement]:
     return [measurement for measurement in measurements if not is_disturbed(measurement)] or measurements
 
 
+def noise_note(measurements: Sequence[Measurement]) -> str | None:
+    """What a reader of the medians must know of other work, if there was any."""
+    if not (noisy := sum(map(is_disturbed, measurements))):
+        return None
+    return (
+        f"{noisy} of {len(measurements)} measurements ran beside more than {QUIET} core of other work; the medians leave them out "
+        "unless there are no others: run again on a quiet machine before trusting them"
+    )
+
+
 def _case(case: Case, by_stack: Mapping[str, Record], loaded: Mapping[str, Loaded], ceilings: Ceilings | None) -> dict[str, Any]:
     stacks = {name: _stack(case, record) for name, record in by_stack.items()}
     rates = {name: entry["tokens_per_s"]["median"] for name, entry in stacks.items()}
@@ -135,9 +145,6 @@ def _closing_notes(records: Records, settings: Mapping[str, Any]) -> list[str]:
     if fewer := [f"{name} ({count} of {wanted})" for name, count in rounds.items() if 0 < count < wanted]:
         notes.append(f"the budget of {settings['budget_seconds']:.0f} s cut the repetitions of {', '.join(fewer)}")
     measurements = [measurement for by_stack in records.values() for record in by_stack.values() for measurement in record.measurements]
-    if noisy := sum(map(is_disturbed, measurements)):
-        notes.append(
-            f"{noisy} of {len(measurements)} measurements ran beside more than {QUIET} core of other work; the medians leave them out, "
-            "and ~ marks those that had nothing else: run again on a quiet machine before trusting them"
-        )
+    if noise := noise_note(measurements):
+        notes.append(noise)
     return notes

@@ -90,6 +90,14 @@ def test_medians_leave_out_calls_beside_other_work(monkeypatch):
     assert median_seconds(interleaved({"a": lambda: next(seconds)}, 3)["a"]) == 1.5
 
 
+def test_calls_beside_other_work_are_counted_in_a_note(monkeypatch):
+    busy = iter([0.0, 0.0, 0.0, 1e9])
+    monkeypatch.setattr(machine, "_busy_seconds", lambda: next(busy))
+    notes = []
+    assert kv_cost.Rounds(2, note=notes.append).medians({"a": lambda: 1.0}) == {"a": 1.0}
+    assert notes[0].startswith("1 of 2 measurements ran beside more than 0.15 core of other work")
+
+
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_a_filled_cache_holds_ordinary_numbers_in_every_slot(tiny_config, format):
     cache = filled(kv.init(tiny_config, 2, 40, format))
@@ -280,7 +288,10 @@ def report(lm, monkeypatch):
     }
     pretend(monkeypatch, lambda batch, capacity, held: 0.020 + 1e-6 * held)
     monkeypatch.setattr(kv_cost, "_forward_seconds", lambda lm, length: 0.2)
-    found = kv_parts.measure(lm, {"f32": F32}, planned, kv_cost.Rounds(2), peers=lambda lengths: kv_peers.quoted(192))
+    saved = []
+    given = {"peers": lambda lengths: kv_peers.quoted(192), "save": lambda report: saved.append(list(report))}
+    found = kv_parts.measure(lm, {"f32": F32}, planned, kv_cost.Rounds(2), **given)
+    assert [keys[-1] for keys in saved] == ["bytes", "quality", "capacity", "peers", "recompute"]  # a run that is cut short keeps these
     return {**found, "ceilings": CEILINGS, "notes": ["a note"]}
 
 
