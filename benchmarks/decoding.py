@@ -18,7 +18,7 @@ class Decoding:
 
     def __init__(self, lm: LanguageModel, format: kv.Format, batch: int, capacity: int, steps: int):
         self.lm, self.steps, self.batch = lm, steps, batch
-        self.cache = filled(kv.init(lm.config, batch, capacity, format))
+        self.cache = filled(with_pages(lm, format, batch, capacity))
         self.state = DecodeState.init(batch, lm.config.vocab_size)
         self.sampling = jax.device_put(SamplingParams.stack([SamplingOptions(seed=0)] * batch, ()))  # no token ends a row
 
@@ -48,18 +48,27 @@ class Decoding:
         return sampled.tokens
 
 
+def with_pages(lm: LanguageModel, format: kv.Format, batch: int, capacity: int) -> kv.Cache:
+    """A cache whose rows, if it is paged, have all the pages that they can have, those of the rows in turn."""
+    groups = kv.page_groups(lm.config, capacity, format)
+    pages = None if format.page_size is None else [batch * -(-capacity // format.page_size)] * len(groups)
+    cache = kv.init(lm.config, batch, capacity, format, pages)
+    tables = tuple(jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape[::-1]).T for table in cache.tables)
+    return cache.replace(tables=tables)
+
+
 def filled(cache: kv.Cache) -> kv.Cache:
     """The cache with random contents: no zeros, denormals or nans, which processors may treat in ways of their own."""
     rng = np.random.default_rng(0)
     values = rng.uniform(0.5, 1.5, 1 << 16).astype(np.float32)
 
     def fill(leaf: jax.Array) -> jax.Array:
-        if leaf.dtype == jnp.uint16:  # bf16, bit for bit
+        if leaf.dtype == jnp.uint16:  # the bits of bf16, or of f16: numbers near 1 either way
             block = values.astype(jnp.bfloat16).view(np.uint16)
         elif jnp.issubdtype(leaf.dtype, jnp.floating):
             block = values.astype(leaf.dtype)
         elif jnp.dtype(leaf.dtype).itemsize == 1:
-            block = rng.integers(1, 7, values.size).astype(leaf.dtype)
+            block = rng.integers(48, 64, values.size).astype(leaf.dtype)
         else:  # numbers of pages or slots are no contents
             return leaf
         return jnp.array(np.resize(block, leaf.shape))

@@ -27,10 +27,10 @@ sys.path.insert(0, str(ROOT))  # a script finds its own folder only, where `kv` 
 import sampling  # noqa: E402
 from benchmarks import kv_cost, kv_page, kv_peers, kv_plot, stacks  # noqa: E402
 from benchmarks.driver import Worker  # noqa: E402
-from benchmarks.kv_parts import PARTS, RECOMPUTE_ROUNDS, check, formats, measure, plan  # noqa: E402
+from benchmarks.kv_parts import FORMATS, PARTS, RECOMPUTE_ROUNDS, check, formats, measure, plan  # noqa: E402
 from benchmarks.report import spread  # noqa: E402
 from checkpoint import resolve  # noqa: E402
-from runtime import DTYPES, UserError, enable_compilation_cache  # noqa: E402
+from runtime import UserError, enable_compilation_cache  # noqa: E402
 from runtime.files import check_writable, replacing  # noqa: E402
 from sampling.evaluate import CHUNK, WINDOW  # noqa: E402
 
@@ -38,7 +38,7 @@ PEER_ROUNDS = 5
 
 _MODEL = flags.DEFINE_string("model", sampling.DEFAULT_MODEL, "As run_inference.py takes it.")
 _PARTS = flags.DEFINE_list("parts", list(PARTS), f"Which to measure, of {', '.join(PARTS)}.")
-_FORMATS = flags.DEFINE_list("formats", list(DTYPES), f"Number formats of the cache, of {', '.join(DTYPES)}; recompute takes the first.")
+_FORMATS = flags.DEFINE_list("formats", list(FORMATS), f"Of the cache, some of {', '.join(FORMATS)}; recompute takes the first.")
 _ROUNDS = flags.DEFINE_integer("rounds", 20, f"Counted calls per case; recompute has {RECOMPUTE_ROUNDS} at most.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 20_480, "Tokens of the evaluation text that quality predicts, per format.", lower_bound=1)
 _WINDOW = flags.DEFINE_integer("window", WINDOW, "Tokens that a prediction of quality may look back at.", lower_bound=1)

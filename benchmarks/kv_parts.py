@@ -8,8 +8,8 @@ from typing import Any
 import kv
 from benchmarks import kv_cost, machine
 from benchmarks.kv_quality import quality
-from runtime import DTYPES, UserError, platform, resolve_dtype
-from sampling import LanguageModel
+from runtime import KV_DTYPES, UserError
+from sampling import LanguageModel, cache_format
 from sampling.batch import STEPS
 
 PARTS = ("bytes", "quality", "capacity", "held", "recompute")  # quality early: it may refuse what it is given
@@ -17,15 +17,21 @@ HELD = (256, 512, 1024, 2048, 4096, 8192)
 RECOMPUTE_ROUNDS = 2  # a round decodes 1,000 tokens: long enough to need no more
 
 
+PAGED = "paged-"  # before a number format's name: its cache is of pages
+FORMATS = (*KV_DTYPES, f"{PAGED}f32")
+
+
 def formats(names: Sequence[str]) -> dict[str, kv.Format]:
-    """Each format as this platform stores it.
+    """Each format as this platform stores it; "paged-f32" is f32 in pages.
 
     Raises:
       UserError: an unknown name, or none.
     """
     if not names:
-        raise UserError(f"no format is named: give some of {', '.join(DTYPES)} to --formats")
-    return {name: kv.Format.for_platform(platform(), resolve_dtype("formats", name)) for name in names}
+        raise UserError(f"no format is named: give some of {', '.join(FORMATS)} to --formats")
+    if unknown := [name for name in names if name.removeprefix(PAGED) not in KV_DTYPES]:
+        raise UserError(f"--formats={unknown[0]} is not known: use some of {', '.join(KV_DTYPES)}, each also with {PAGED} before it")
+    return {name: cache_format(name.removeprefix(PAGED), "paged" if name.startswith(PAGED) else "dense") for name in names}
 
 
 def check(parts: Sequence[str]) -> None:
@@ -81,9 +87,10 @@ def measure(
         count = rounds.count if most is None else min(rounds.count, most)
         return dataclasses.replace(rounds, count=count, note=lambda text: rounds.note(f"{part}: {text}"))
 
+    not_paged = {name: format for name, format in chosen.items() if format.page_size is None}  # where numbers lie does not change them
     functions = {
         "bytes": lambda **given: kv_cost.sizes(lm.config, chosen, **given),
-        "quality": lambda **given: quality(lm, formats(["f32"]) | dict(chosen), **given, say=say),
+        "quality": lambda **given: quality(lm, formats(["f32"]) | not_paged, **given, say=say),
         "capacity": lambda **given: kv_cost.capacity(lm, chosen, of("capacity"), **given),
         "held": lambda **given: kv_cost.held(lm, chosen, of("held"), **given),
         "recompute": lambda **given: kv_cost.recompute(lm, next(iter(chosen.values())), of("recompute", RECOMPUTE_ROUNDS), **given),

@@ -82,6 +82,8 @@ def evaluate(
         raise UserError("no cache format is given: give at least one")
     if chunk < 1 or window < chunk or window % chunk:
         raise UserError(f"chunk {chunk} does not divide window {window}: give a divisor, such as {CHUNK} for {WINDOW}")
+    if paged := [name for name, format in formats.items() if format.page_size is not None]:
+        raise UserError(f"the cache format {paged[0]} is paged, which changes no number: give it without pages")
     if window > lm.config.context_length:
         raise UserError(f"window {window} is longer than the model's context {lm.config.context_length}: give a shorter one")
     inputs, targets = _pairs(lm, tokens)
