@@ -14,18 +14,16 @@ Exit codes: 0, 1 if --task=compare finds a difference, 2 for a mistake (one line
 """
 
 import contextlib
-import itertools
-import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags, logging
 
 from runtime import UserError
 from runtime.files import check_writable, replacing
+from runtime.terminal import Interrupt, ending, fail, parse_flags, show, status, to_json
 
 TASK = flags.DEFINE_enum(
     "task",
@@ -72,6 +70,7 @@ STOP = flags.DEFINE_multi_string("stop", [], "End the answer just before this te
 IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on after an end-of-sequence token.")
 LOGPROBS = flags.DEFINE_integer("logprobs", None, "With --json or --out: log-probabilities of the chosen and the 0 to 20 likeliest tokens.")
 
+STATS = flags.DEFINE_bool("stats", False, "Print what the KV cache takes and holds, to standard error.")
 JSON = flags.DEFINE_bool("json", False, "Print one JSON object (a list for --prompt_file) instead of text.")
 OUT = flags.DEFINE_string(
     "out", None, "Write a JSON object per answer to this file, in the order of the prompts; with --task=convert, the new folder."
@@ -83,40 +82,33 @@ CAPACITY = flags.DEFINE_integer("capacity", None, "Cache slots per row. Default:
 STEPS = flags.DEFINE_integer("steps_per_dispatch", 8, "Tokens per dispatch of the decode loop; text arrives that many tokens at a time.")
 WEIGHTS = flags.DEFINE_enum("weights", "auto", ["auto", "f32", "bf16"], "Storage of weights; auto is f32 on CPU, bf16 elsewhere.")
 COMPUTE = flags.DEFINE_enum("compute", "auto", ["auto", "f32", "bf16"], "Number format of activations; auto as for --weights.")
-KV = flags.DEFINE_enum("kv", "auto", ["auto", "f32", "bf16"], "Number format of the KV cache; auto as for --weights.")
-CACHE = flags.DEFINE_enum("cache", "dense", ["dense"], "Layout of the KV cache.")
+KV = flags.DEFINE_enum(
+    "kv", "auto", ["auto", "f32", "bf16", "int8", "int4", "fp8"], "Number format of the KV cache; auto as for --weights."
+)
+KV_GROUP = flags.DEFINE_integer("kv_group", None, "Channels of a head that share a scale in a quantized KV cache; default 32.")
+CACHE = flags.DEFINE_enum(
+    "cache", "dense", ["dense", "paged"], "Layout of the KV cache: slots of each row's own, or pages of a pool that all rows share."
+)
+PAGE_SIZE = flags.DEFINE_integer("page_size", None, "With --cache=paged: tokens per page, a power of two; default 64.")
+KV_PAGES = flags.DEFINE_integer("kv_pages", None, "With --cache=paged: pages of the pool. Default: as many as all rows may need.")
+PREFIX_CACHE = flags.DEFINE_bool(
+    "prefix_cache", False, "With --cache=paged: begin a prompt with the pages of an earlier one that begins alike."
+)
 
 # Flags that are options of a request by the same name.
 OPTIONS = (
     *(MAX_NEW_TOKENS, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION_PENALTY, PRESENCE_PENALTY, FREQUENCY_PENALTY),
     *(SEED, STOP, IGNORE_EOS, LOGPROBS),
 )
+CACHE_FLAGS = (KV, KV_GROUP, CACHE, PAGE_SIZE, KV_PAGES, PREFIX_CACHE)
 HELP = {
     "what": (TASK, MODEL, LIST_MODELS),
     "prompts": (PROMPT, MESSAGES, PROMPT_FILE, SYSTEM, RAW, PARSE_SPECIAL),
     "sampling": (*OPTIONS[:8], LOGIT_BIAS, *OPTIONS[8:]),
-    "output": (JSON, OUT),
+    "output": (JSON, OUT, STATS),
     "comparison": (REFERENCE, REFERENCE_MODEL),
-    "machine": (BATCH_SIZE, CAPACITY, STEPS, WEIGHTS, COMPUTE, KV, CACHE),
+    "machine": (BATCH_SIZE, CAPACITY, STEPS, WEIGHTS, COMPUTE, *CACHE_FLAGS),
 }
-
-
-class Interrupt:
-    """Ctrl-C as a question instead of an exception: the first one asks the loop to end, the second ends the program."""
-
-    asked = False
-
-    def _on_signal(self, *_: Any) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-    def __enter__(self) -> "Interrupt":
-        self._before = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGINT, self._before)
 
 
 def main() -> int:
@@ -134,7 +126,7 @@ def main() -> int:
     enable_compilation_cache()
     if TASK.value == "compare":
         return compare_models()
-    lm = load(MODEL.value, weights=WEIGHTS.value, compute=COMPUTE.value, kv_dtype=KV.value)
+    lm = load(MODEL.value, **formats())
     if TASK.value == "chat":
         return chat(lm)
     if TASK.value == "convert":
@@ -155,9 +147,9 @@ def list_models() -> int:
 def check_flags() -> None:
     """Flags that do not go together, and what can be judged without any other module."""
     useless = {
-        "chat": (PROMPT, MESSAGES, PROMPT_FILE, OUT, LOGPROBS, JSON, RAW),
-        "convert": (PROMPT, MESSAGES, PROMPT_FILE, LOGPROBS, JSON, RAW, SYSTEM),
-        "compare": (MESSAGES, PROMPT_FILE, OUT, LOGPROBS, RAW, SYSTEM),
+        "chat": (PROMPT, MESSAGES, PROMPT_FILE, OUT, LOGPROBS, JSON, RAW, PREFIX_CACHE),
+        "convert": (PROMPT, MESSAGES, PROMPT_FILE, LOGPROBS, JSON, RAW, SYSTEM, STATS),
+        "compare": (MESSAGES, PROMPT_FILE, OUT, LOGPROBS, RAW, SYSTEM, STATS),
         "generate": (REFERENCE_MODEL,),
     }
     if given := [flag for flag in useless[TASK.value] if flag.value not in (None, False)]:
@@ -222,10 +214,12 @@ def check_options(requests: list[Any]) -> None:
 def stream_one(lm: Any, request: Any) -> int:
     from sampling import report, stream
 
+    tables: list[str] = []
     with Interrupt() as interrupt:
-        for piece in stream(lm, request.prompt, sampling_options(request.options), **settings(interrupt)):
+        for piece in stream(lm, request.prompt, sampling_options(request.options), **settings(interrupt, tables)):
             show(piece.text)
     show("\n")
+    print_stats(tables)
     status(f"[{piece.completion.finish_reason}] {report.summary(lm, [piece.completion])}")
     return 130 if interrupt.asked else 0
 
@@ -234,9 +228,10 @@ def generate_all(lm: Any, requests: list[Any]) -> int:
     from sampling import PromptError, generate_each, report
 
     prompts, options = [request.prompt for request in requests], [sampling_options(request.options) for request in requests]
+    tables: list[str] = []
     with Interrupt() as interrupt:
         try:
-            done = dict(generate_each(lm, prompts, options, batch_size=BATCH_SIZE.value, **settings(interrupt)))
+            done = dict(generate_each(lm, prompts, options, batch_size=BATCH_SIZE.value, **settings(interrupt, tables)))
         except PromptError as error:
             raise UserError(f"{requests[error.index].where}{error}") from None
     results = [requests[index].extra | report.as_json(lm, done[index]) for index in sorted(done)]
@@ -248,6 +243,7 @@ def generate_all(lm: Any, requests: list[Any]) -> int:
         show(to_json(whole, getattr(sys.stdout, "encoding", "utf-8")) + "\n")
     elif OUT.value is None:
         show("\n---\n".join(result["text"] for result in results) + "\n")
+    print_stats(tables)
     if done:
         status(f"[{len(done)} of {len(requests)}] {report.summary(lm, list(done.values()))}")
     return 130 if interrupt.asked else 0
@@ -257,7 +253,7 @@ def convert(lm: Any) -> int:
     from sampling import load
 
     lm.save(OUT.value)
-    again = load(OUT.value, weights=WEIGHTS.value, compute=COMPUTE.value, kv_dtype=KV.value)
+    again = load(OUT.value, **formats())
     ratio = lm.load_seconds / again.load_seconds
     show(f"{OUT.value}: {lm.config.vocab_size} tokens, {len(lm.config.layers)} layers, {lm.weight_bytes / 1e6:.0f} MB of weights\n")
     show(f"load: {lm.load_seconds:.2f} s from {MODEL.value}, {again.load_seconds:.2f} s from {OUT.value} ({ratio:.2f} times as fast)\n")
@@ -276,14 +272,36 @@ def compare_models() -> int:
     return 0 if found.agrees else 1
 
 
-def settings(interrupt: Interrupt) -> dict[str, Any]:
-    """What `stream` and `generate_each` take alike."""
+def formats() -> dict[str, Any]:
+    """What `load` takes besides the model's name."""
+    return {
+        "weights": WEIGHTS.value,
+        "compute": COMPUTE.value,
+        "kv_dtype": KV.value,
+        "cache": CACHE.value,
+        "page_size": PAGE_SIZE.value,
+        "kv_group": KV_GROUP.value,
+    }
+
+
+def print_stats(tables: list[str]) -> None:
+    if STATS.value:
+        status("\n".join(tables))
+
+
+def settings(interrupt: Interrupt, tables: list[str]) -> dict[str, Any]:
+    """What `stream` and `generate_each` take alike; `tables` gets what --stats prints."""
+    from sampling import report
+
     return {
         "raw": RAW.value,
         "system": SYSTEM.value,
         "parse_special": PARSE_SPECIAL.value,
         "capacity": CAPACITY.value,
         "steps": STEPS.value,
+        "pages": KV_PAGES.value,
+        "prefix_cache": PREFIX_CACHE.value,
+        "inspect": lambda batch: tables.append(report.cache_table(batch)),
         "cancelled": lambda: interrupt.asked,
     }
 
@@ -294,7 +312,13 @@ def chat(lm: Any) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` a history and arrow keys
     conversation = Conversation(
-        lm, sampling_options({}), system=SYSTEM.value, parse_special=PARSE_SPECIAL.value, capacity=CAPACITY.value, steps=STEPS.value
+        lm,
+        sampling_options({}),
+        system=SYSTEM.value,
+        parse_special=PARSE_SPECIAL.value,
+        capacity=CAPACITY.value,
+        steps=STEPS.value,
+        pages=KV_PAGES.value,
     )
     status(f"{lm.name}: Ctrl-C stops an answer, Ctrl-D ends the chat.")
     while True:
@@ -302,6 +326,7 @@ def chat(lm: Any) -> int:
             turn = input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")
         except EOFError:
             status("")
+            print_stats([report.cache_table(conversation.batch)])
             return 0
         if not turn.strip():
             continue
@@ -320,74 +345,6 @@ def chat(lm: Any) -> int:
             fail(error)
 
 
-def show(text: str) -> None:
-    """Writes to standard output, at once."""
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UserError(f"standard output can't be written: {error.strerror}; send it elsewhere") from None
-
-
-def status(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def to_json(value: Any, encoding: str) -> str:
-    """In plain characters, or escaped where `encoding` lacks one, or there is none (half a surrogate pair in an id)."""
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return text
-
-
-def help_text() -> str:
-    lines = [__doc__]
-    for title, group in HELP.items():
-        lines.append(f"{title}:")
-        for holder in group:
-            flag = flags.FLAGS[holder.name]
-            several = flag.flag_type().startswith("multi")
-            kind = "|".join(getattr(flag.parser, "enum_values", ())) or {"bool": "", "string": "TEXT"}.get(flag.flag_type(), "N")
-            default = "" if flag.default in (None, False, []) else f" [{flag.default}]"
-            text = flag.help.removeprefix(f"<{kind}>: ").split(";\n")[0]  # without what absl adds
-            lines.append(f"  --{holder.name}{'=' * bool(kind)}{'TEXT' if several else kind}{default}")
-            lines.append(f"        {text}{'; may be given again.' if several else ''}")
-    return "\n".join([*lines, "\n--helpfull shows the flags of libraries as well.\n"])
-
-
-def takes_value(argument: str) -> bool:
-    """Whether the next argument is this flag's value: `--prompt -h` asks for no help."""
-    name = argument.removeprefix("--")
-    return name != argument and name in flags.FLAGS and not flags.FLAGS[name].boolean
-
-
-def parse_flags(argv: list[str]) -> list[str]:
-    """absl's flags, with our exit codes: `--help` is 0, a wrong flag is one line and 2."""
-    asked = {argument for before, argument in itertools.pairwise(argv) if not takes_value(before)}
-    if asked & {"--help", "-help", "-h", "--helpshort"}:
-        sys.exit(ending(lambda: show(help_text())))
-    if asked & {"--helpfull", "-helpfull"}:
-        sys.exit(ending(lambda: show(f"{__doc__}\n{flags.FLAGS.get_help()}\n")))
-    try:
-        rest = flags.FLAGS(argv)
-        if len(rest) > 1:
-            raise UserError(f"argument {rest[1]!r} is no flag: write --prompt {rest[1]!r}, or --help for all flags")
-        return rest
-    except flags.Error as error:
-        sys.exit(fail(f"{error}; --help shows all flags"))
-    except UserError as error:
-        sys.exit(fail(error))
-
-
-def fail(error: Exception | str) -> int:
-    status(f"error: {' '.join(str(error).split())}")
-    return 2
-
-
 def guarded(_: list[str]) -> None:
     if logging.get_verbosity() == logging.INFO:  # app.run's default, at which JAX tells which platforms are not there
         logging.set_verbosity(logging.WARNING)
@@ -396,26 +353,10 @@ def guarded(_: list[str]) -> None:
     sys.exit(ending(main))
 
 
-def ending(work: Callable[[], int | None]) -> int:
-    """The exit code of `work`, whatever befalls it that is no fault of ours."""
-    try:
-        return work() or 0
-    except UserError as error:
-        code = fail(error)
-    except KeyboardInterrupt:
-        status("\ninterrupted")
-        return 130
-    except BrokenPipeError:  # the reader of our output went away
-        code = 141
-    with contextlib.suppress(AttributeError, OSError):  # what could not be written must not be tried again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return code
-
-
 def run() -> None:
     """The console script."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until all is imported: jaxlib aborts at a KeyboardInterrupt in its start
-    app.run(guarded, flags_parser=parse_flags)
+    app.run(guarded, flags_parser=lambda argv: parse_flags(argv, __doc__, HELP))
 
 
 if __name__ == "__main__":

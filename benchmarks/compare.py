@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))  # a script finds its own folder only
 
 import checkpoint  # noqa: E402
 from benchmarks import cases, machine, page, report, stacks  # noqa: E402
-from benchmarks.driver import Died, Failed, Record, Worker, run_case  # noqa: E402
+from benchmarks.driver import Record, Worker, run_case, start  # noqa: E402
 from benchmarks.limits import Work  # noqa: E402
 from runtime import UserError  # noqa: E402
 
@@ -96,26 +96,18 @@ def compare(
 
     with contextlib.ExitStack() as closing:
 
-        def start(stack: stacks.Stack) -> Worker | None:
-            """Loads a stack; if that can't be done, notes why and what to do."""
-            if missing := stack.missing(peers_python):
-                note(f"{stack.name} is left out, since {', '.join(missing)} is not installed for the peers' interpreter: {stack.install}")
-                return None
-            try:
-                worker = Worker(stack.command(python, peers_python, model, threads), stack.environment(threads))
-            except (Failed, Died) as error:
-                remedy = f"; it was built for another CPU, build it here: {stack.install}" if "SIGILL" in str(error) else ""
-                note(f"{stack.name} is left out, since it could not load: {error}{remedy}")
-                return None
-            closing.callback(worker.close)
-            say(f"{stack.name}: loaded in {worker.hello['load_seconds']:.2f} s, ready after {worker.ready_seconds:.1f} s")
+        def load(stack: stacks.Stack) -> Worker | None:
+            worker = start(stack, python, peers_python, model, threads, note)
+            if worker is not None:
+                closing.callback(worker.close)
+                say(f"{stack.name}: loaded in {worker.hello['load_seconds']:.2f} s, ready after {worker.ready_seconds:.1f} s")
             return worker
 
         _read_once(model)
-        started = {stack: worker for stack in chosen if (worker := start(stack))}
+        started = {stack: worker for stack in chosen if (worker := load(stack))}
         if not started:
             raise UserError(f"no stack could be loaded, so there is nothing to compare: {'; '.join(notes)}")
-        meter = start(ceilings) if ceilings else None
+        meter = load(ceilings) if ceilings else None
         samples: list[dict[str, float]] = []
         records: dict[cases.Case, dict[str, Record]] = {}
 

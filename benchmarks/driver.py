@@ -9,9 +9,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import OtherWork, wait_until_quiet
+from benchmarks.stacks import Stack
 
 
 class Failed(Exception):
@@ -114,6 +116,23 @@ class Worker:
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"it ended with {how}" + (f": {lines[-1][:300]}" if lines else "")
+
+
+def start(stack: Stack, python: str, peers_python: str, model: Path, threads: int, note: Callable[[str], None]) -> Worker | None:
+    """Loads a stack. Where that can't be done: None, and `note` is told why and what to do.
+
+    Raises:
+      UserError: the peers' interpreter does not run.
+    """
+    if missing := stack.missing(peers_python):
+        note(f"{stack.name} is left out, since {', '.join(missing)} is not installed for the peers' interpreter: {stack.install}")
+        return None
+    try:
+        return Worker(stack.command(python, peers_python, model, threads), stack.environment(threads))
+    except (Failed, Died) as error:
+        remedy = f"; it was built for another CPU, build it here: {stack.install}" if "SIGILL" in str(error) else ""
+        note(f"{stack.name} is left out, since it could not load: {error}{remedy}")
+        return None
 
 
 def measure(worker: Worker, request: Mapping[str, Any]) -> Measurement:

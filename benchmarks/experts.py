@@ -8,9 +8,7 @@ limit of a prefill is the rate of a plain f32 product, measured in the same run.
 
 import functools
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -20,6 +18,7 @@ from absl import app, flags
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script finds its own folder only
 
+from benchmarks.rounds import interleaved, median_seconds, seconds
 from kernels import experts
 from model.config import MLPConfig
 from model.mlp import activate
@@ -38,9 +37,9 @@ def case(tokens: int, count: int, width: int, hidden: int):
     activation = functools.partial(activate, MLPConfig(hidden=hidden))
     call = jax.jit(lambda chosen: experts(x, chosen, shares, w_in, w_out, activation))
 
-    def run() -> None:
+    def run() -> jax.Array:
         chosen = np.stack([rng.permutation(count)[:TOP_K] for _ in range(tokens)]).astype(np.int32)
-        jax.block_until_ready(call(chosen))
+        return call(chosen)
 
     return run
 
@@ -48,20 +47,13 @@ def case(tokens: int, count: int, width: int, hidden: int):
 def main(_: list[str]) -> None:
     matrix = jnp.ones((SIDE, SIDE))
     product = jax.jit(jnp.matmul)
-    cases = {
+    calls = {
         f"{tokens} token{'s' * (tokens > 1)}, {count} experts of {width} x {hidden}": case(tokens, count, width, hidden)
         for tokens, width, hidden in ((1, 512, 1024), (1, 1024, 2048), (16, 512, 1024), (512, 512, 1024))
         for count in (8, 64)
-    } | {"plain product": lambda: jax.block_until_ready(product(matrix, matrix))}
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    order = np.random.default_rng(1)
-    for round_ in range(ROUNDS.value + 1):
-        for name in order.permutation(list(cases)):  # no case always follows the same one, with what that leaves in the caches
-            began = time.perf_counter()
-            cases[name]()
-            if round_:  # the first compiles
-                seconds[name].append(time.perf_counter() - began)
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    } | {"plain product": lambda: product(matrix, matrix)}
+    records = interleaved({name: functools.partial(seconds, call) for name, call in calls.items()}, ROUNDS.value)
+    medians = {name: median_seconds(record) for name, record in records.items()}
     rate = 2 * SIDE**3 / medians["plain product"]
     for name, median in medians.items():
         print(f"{name:42} {median * 1e3:8.2f} ms")

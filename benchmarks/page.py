@@ -11,6 +11,7 @@ METHOD = (
     "causal attention); as this stack stores its weights: a peer with packed weights has less to read",
     "load: from the file's name to a model with its tokenizer, without Python's imports; start to ready: the whole process, with them. "
     "Peak memory: the most that was resident until then",
+    "~: every measurement ran beside other work",
     "tokens as the reference: leading greedy tokens of row 0 that are equal, over all cases",
 )
 
@@ -24,7 +25,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"{machine['system']}; {machine['date']}.",
     ]
     if ceilings := report["ceilings"]:
-        read, product = (_spread(ceilings[key], 1e9) for key in ("read_bytes_per_s", "matmul_flop_per_s"))
+        read, product = (spread(ceilings[key], 1e9) for key in ("read_bytes_per_s", "matmul_flop_per_s"))
         parts.append(
             f"The machine's ceilings, sampled between the rounds: reading {read} GB/s, f32 arithmetic {product} GFLOP/s "
             f"({ceilings['how']}). The limits below take the most that was seen: other work only lowers it."
@@ -46,21 +47,21 @@ def _limits(report: Mapping[str, Any]) -> str:
             limit = ("-", "-", "-", "-")
             if bound := entry.get("limit"):
                 read, compute = f"{bound['bytes'] / 1e6:.0f} MB", f"{bound['flops'] / 1e9:.2f} GFLOP"
-                limit = (read, compute, f"{_rate(bound['tokens_per_s'])} ({bound['bound']})", f"{bound['reached']:.0%}")
+                limit = (read, compute, f"{rate(bound['tokens_per_s'])} ({bound['bound']})", f"{bound['reached']:.0%}")
             ratio = "-" if entry["to_best_peer"] is None else f"{entry['to_best_peer']:.2f}"
             rows.append((name, *limit[:3], stack, _median(case["stacks"][stack]), limit[3], peer, ratio))
     demand = ("must read", "must compute", "limit, tok/s")
     head = ("case", *demand, "this stack", "tok/s", "of the limit", "best peer, tok/s", "this / best peer")
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _rates(report: Mapping[str, Any]) -> str:
     def cell(entry: Mapping[str, Any] | None) -> str:
-        return "-" if entry is None else _spread(entry["tokens_per_s"]) + (" ~" if entry["disturbed"] else "")
+        return "-" if entry is None else spread(entry["tokens_per_s"]) + (" ~" if entry["disturbed"] else "")
 
     stacks = list(report["stacks"])
     rows = [(name, *(cell(case["stacks"].get(stack)) for stack in stacks)) for name, case in report["cases"].items()]
-    return _table(("case", *stacks), rows)
+    return table(("case", *stacks), rows)
 
 
 def _stacks(report: Mapping[str, Any]) -> str:
@@ -82,22 +83,23 @@ def _stacks(report: Mapping[str, Any]) -> str:
     memory = ("peak memory, MiB: loaded", "after all cases")
     tokens = f"tokens as {report['reference'] or 'the reference'}"
     head = ("stack", "setting", "load, s", "start to ready, s", *memory, tokens, "versions")
-    return _table(head, rows)
+    return table(head, rows)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def _median(entry: Mapping[str, Any]) -> str:
-    return _rate(entry["tokens_per_s"]["median"]) + (" ~" if entry["disturbed"] else "")
+    return rate(entry["tokens_per_s"]["median"]) + (" ~" if entry["disturbed"] else "")
 
 
-def _spread(values: Mapping[str, Any], unit: float = 1.0) -> str:
-    median, least, most = (_rate(values[key] / unit) for key in ("median", "min", "max"))
+def spread(values: Mapping[str, Any], unit: float = 1.0) -> str:
+    median, least, most = (rate(values[key] / unit) for key in ("median", "min", "max"))
     return f"{median} [{least}-{most}]"
 
 
-def _rate(value: float) -> str:
+def rate(value: float) -> str:
     """Three digits, or all before the point."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -100,6 +100,21 @@ def is_disturbed(measurement: Measurement) -> bool:
     return measurement.other_cores is not None and measurement.other_cores > QUIET
 
 
+def undisturbed(measurements: Sequence[Measurement]) -> Sequence[Measurement]:
+    """Those that ran without other work beside them; all, where there are no such."""
+    return [measurement for measurement in measurements if not is_disturbed(measurement)] or measurements
+
+
+def noise_note(measurements: Sequence[Measurement]) -> str | None:
+    """What a reader of the medians must know of other work, if there was any."""
+    if not (noisy := sum(map(is_disturbed, measurements))):
+        return None
+    return (
+        f"{noisy} of {len(measurements)} measurements ran beside more than {QUIET} core of other work; the medians leave them out "
+        "unless there are no others: run again on a quiet machine before trusting them"
+    )
+
+
 def _case(case: Case, by_stack: Mapping[str, Record], loaded: Mapping[str, Loaded], ceilings: Ceilings | None) -> dict[str, Any]:
     stacks = {name: _stack(case, record) for name, record in by_stack.items()}
     rates = {name: entry["tokens_per_s"]["median"] for name, entry in stacks.items()}
@@ -114,10 +129,9 @@ def _case(case: Case, by_stack: Mapping[str, Record], loaded: Mapping[str, Loade
 
 def _stack(case: Case, record: Record) -> dict[str, Any]:
     """One stack's part of a case. Disturbed measurements are left out, unless there are no others."""
-    undisturbed = [measurement for measurement in record.measurements if not is_disturbed(measurement)]
     return {
-        "tokens_per_s": spread([case.counted / measurement.seconds for measurement in undisturbed or record.measurements]),
-        "disturbed": not undisturbed,
+        "tokens_per_s": spread([case.counted / measurement.seconds for measurement in undisturbed(record.measurements)]),
+        "disturbed": all(map(is_disturbed, record.measurements)),
         "seconds": [measurement.seconds for measurement in record.measurements],
         "other_cores": [measurement.other_cores for measurement in record.measurements],
         "first_call_seconds": record.first_call_seconds,
@@ -131,9 +145,6 @@ def _closing_notes(records: Records, settings: Mapping[str, Any]) -> list[str]:
     if fewer := [f"{name} ({count} of {wanted})" for name, count in rounds.items() if 0 < count < wanted]:
         notes.append(f"the budget of {settings['budget_seconds']:.0f} s cut the repetitions of {', '.join(fewer)}")
     measurements = [measurement for by_stack in records.values() for record in by_stack.values() for measurement in record.measurements]
-    if noisy := sum(map(is_disturbed, measurements)):
-        notes.append(
-            f"{noisy} of {len(measurements)} measurements ran beside more than {QUIET} core of other work; the medians leave them out, "
-            "and ~ marks those that had nothing else: run again on a quiet machine before trusting them"
-        )
+    if noise := noise_note(measurements):
+        notes.append(noise)
     return notes

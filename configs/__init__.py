@@ -1,1 +1,1 @@
-"""Data only: presets of models, architecture presets, chip ceilings and flagfiles. Nothing here runs."""
+"""Data only: presets of models, architecture presets, chip ceilings, flagfiles, and the text of evaluations. Nothing here runs."""

@@ -1,6 +1,7 @@
 """The prefix tree: which pages hold the keys and values of which token sequences, for prompts that begin alike."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -242,19 +243,16 @@ class PrefixTree:
         return freed
 
     def evict_parked(self, group: int, count: int) -> int:
-        """Drops at least `count` parked pages of a group if there are that many on paths without pins, least recently used first.
+        """Drops `count` parked pages of a group if there are that many on paths without pins, least recently used first.
 
         Returns:
           How many of the group were dropped.
         """
-        parked = self._held.parked[group]
-        before = len(parked)
-        for page in [page for page, (node, _) in parked.items() if not node.pins]:
-            if before - len(parked) >= count:
-                break
-            if page in parked:
-                self._held.discard(group, page)
-        return before - len(parked)
+        loose = (page for page, (node, _) in self._held.parked[group].items() if not node.pins)
+        pages = list(itertools.islice(loose, max(count, 0)))
+        for page in pages:
+            self._held.discard(group, page)
+        return len(pages)
 
     def clear(self, namespace: Hashable) -> None:
         """Drops everything of a namespace: what changed (weights, an adapter) makes its pages useless.

@@ -117,7 +117,7 @@ def walk(root: Node, namespace: Hashable, data: bytes, page_bytes: int) -> tuple
         path.append(node)
         part = data[at : at + len(node.tokens)]
         if part != node.tokens:
-            return path, (at + _common(part, node.tokens, page_bytes)) // page_bytes
+            return path, (at + _common(part, node.tokens)) // page_bytes
         at += len(part)
         key = data[at : at + page_bytes]
     return path, at // page_bytes
@@ -133,9 +133,8 @@ def places(path: list[Node], pages: int) -> Iterator[tuple[Node, int]]:
     return ((node, index) for node in path for index in range(node.start, min(node.end, pages)))
 
 
-def _common(a: bytes, b: bytes, page_bytes: int) -> int:
-    """Bytes of the whole pages in which a and b, each of whole pages, agree from the start."""
+def _common(a: bytes, b: bytes) -> int:
+    """Bytes of the token ids in which a and b agree from the start."""
     size = min(len(a), len(b))
     differ = np.flatnonzero(np.frombuffer(a[:size], TOKEN) != np.frombuffer(b[:size], TOKEN))
-    agree = int(differ[0]) * TOKEN.itemsize if differ.size else size
-    return agree - agree % page_bytes
+    return int(differ[0]) * TOKEN.itemsize if differ.size else size

@@ -108,7 +108,10 @@ class Residency:
         return upper
 
     def give_up(self, number: int, pages: list[int], handles: Sequence[Any | None]) -> int:
-        """Releases pages on the device, each parked or (handle None) dropped; how many are free now."""
+        """Releases pages on the device, each parked or (handle None) dropped; how many are free now.
+
+        In a group without window, each page comes before those that precede it in its sequence, so nodes before those above them.
+        """
         freed, nodes = 0, {}
         for page, handle in zip(pages, handles, strict=True):
             node, index = self.resident[number].pop(page)
@@ -129,7 +132,10 @@ class Residency:
         self._close(number, node)
 
     def drop(self, node: Node, keep: int = 0) -> None:
-        """Drops all that any group holds after the first `keep` pages of a node, the nodes below it, and the node if keep is 0."""
+        """Drops all that any group holds after the first `keep` pages of a node, the nodes below it, and the node if keep is 0.
+
+        Its parent must hold a page at its end, as all nodes do with a group without window, or be the root.
+        """
         for below in node.below():
             self._forget(below, 0)
             below.detach()
@@ -137,9 +143,7 @@ class Residency:
         if keep:
             node.shorten(keep, self._page_bytes)
         else:
-            parent = node.parent
             node.detach()
-            self.trim(parent)
 
     def trim(self, node: Node) -> None:
         """Removes the end of a node, and the nodes above, as far as nothing is held, below or pinned there."""
@@ -155,8 +159,6 @@ class Residency:
     def _close(self, number: int, node: Node) -> None:
         """Restores laws 2 and 4 after pages of a node were dropped."""
         slots = node.slots[number]
-        if node.parent is None:  # went with a node above
-            return
         if self.groups[number].window is None and None in slots:
             self.drop(node, slots.index(None))
         else:

@@ -52,7 +52,7 @@ def prefill(
     counts = jnp.clip(counts, 0, tokens.shape[1])
     if (room := cache.room) is not None:
         room = room if rows is None or not cache.tables else room[rows]
-        counts = jnp.clip(counts, 0, room - start)
+        counts = jnp.minimum(counts, jnp.maximum(room - start, 0))
     step = kv.Step(
         rows=rows, start=start, count=counts, tables=cache.tables if rows is None else tuple(table[rows] for table in cache.tables)
     )

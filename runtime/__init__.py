@@ -12,6 +12,7 @@ _MODULES = {
     "UnplannedCompile": "runtime.ledger",
     "program": "runtime.ledger",
     "DTYPES": "runtime.devices",
+    "KV_DTYPES": "runtime.devices",
     "cpu_multiplies_bf16": "runtime.devices",
     "enable_compilation_cache": "runtime.devices",
     "platform": "runtime.devices",

@@ -2,7 +2,9 @@
 
 import functools
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from runtime.errors import UserError
 from runtime.paths import cache_dir
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+KV_DTYPES = DTYPES | {"int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
 
 
 def platform() -> str:
@@ -18,21 +21,22 @@ def platform() -> str:
     return jax.default_backend()
 
 
-def resolve_dtype(flag: str, name: str) -> jnp.dtype:
+def resolve_dtype(flag: str, name: str, known: Mapping[str, Any] = DTYPES) -> jnp.dtype:
     """The number format that a flag value names.
 
     Args:
       flag: the flag's name, for the error.
-      name: `auto` (f32 on CPU, where bf16 has no fast dot; bf16 elsewhere), `f32` or `bf16`.
+      name: `auto` (f32 on CPU, where bf16 has no fast dot; bf16 elsewhere), or one of `known`.
+      known: formats by name.
 
     Raises:
       UserError: another name.
     """
     if name == "auto":
         return jnp.dtype(jnp.float32 if platform() == "cpu" else jnp.bfloat16)
-    if name not in DTYPES:
-        raise UserError(f"--{flag}={name} is not known: use one of auto, {', '.join(DTYPES)}")
-    return jnp.dtype(DTYPES[name])
+    if name not in known:
+        raise UserError(f"--{flag}={name} is not known: use one of auto, {', '.join(known)}")
+    return jnp.dtype(known[name])
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from sampling.answer import Completion, Timing, TokenLogprobs
 from sampling.conversation import Conversation
+from sampling.evaluate import Score, evaluate
 from sampling.generate import Piece, PromptError, generate, generate_each, stream
 from sampling.language_model import DEFAULT_MODEL, LanguageModel, load
 from sampling.loop import DecodeState, Sampled, decode, first_token
@@ -19,9 +20,11 @@ __all__ = [
     "Sampled",
     "SamplingOptions",
     "SamplingParams",
+    "Score",
     "Timing",
     "TokenLogprobs",
     "decode",
+    "evaluate",
     "first_token",
     "generate",
     "generate_each",

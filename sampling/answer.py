@@ -67,7 +67,8 @@ class Answer:
         self._options = options
         self._detokenizer = StreamingDetokenizer(lm.tokenizer)
         self._stop = StopStrings(options.stop)
-        self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
+        self._prompt_tokens = prompt_tokens
+        self.cached_tokens = cached_tokens
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._compiled = compiled
@@ -125,7 +126,7 @@ class Answer:
             text="".join(self._texts),
             tokens=tuple(self.tokens),
             prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
+            cached_tokens=self.cached_tokens,
             finish_reason=self.finish_reason or "cancelled",
             timing=Timing(
                 time_to_first_token=self.time_to_first_token,

@@ -11,7 +11,7 @@ import kv
 from model import prefill
 from runtime import UserError
 from sampling.language_model import LanguageModel
-from sampling.loop import DecodeState, Sampled, decode, first_token, stop_rows
+from sampling.loop import RUNNING, DecodeState, Sampled, decode, first_token, stop_rows
 from sampling.options import MAX_LOGPROBS, SamplingOptions, SamplingParams
 
 CHUNK = 512  # tokens per prefill call at most: enough for full arithmetic speed, and a bound on its temporaries
@@ -51,15 +51,33 @@ class Batch:
     Attributes:
       cache, state: the values after the last dispatch.
       pending: dispatches whose tokens were not read yet.
+      pager: which pages the rows hold, where the cache is paged.
+      cached_tokens: [B], of each row's prompt, those that needed no prefill.
     """
 
-    def __init__(self, lm: LanguageModel, size: int, capacity: int, *, logprobs: int | None = None, steps: int = STEPS):
+    def __init__(
+        self,
+        lm: LanguageModel,
+        size: int,
+        capacity: int,
+        *,
+        logprobs: int | None = None,
+        steps: int = STEPS,
+        pages: int | None = None,
+        prefix_cache: bool = False,
+    ):
         """Args:
         lm: the model.
         size: B.
         capacity: tokens per row.
         logprobs: None, or the most of the likeliest tokens that any request wants reported.
         steps: tokens per row and dispatch.
+        pages: pages of a paged cache's pool; None: enough for all rows. A row that finds none left ends with the reason "capacity".
+        prefix_cache: begin a prompt with the pages of an earlier one that begins alike. The rest is then read in other chunks, so that
+          logits may differ in the last bits.
+
+        Raises:
+          UserError: steps or pages below 1, or an option for pages without a paged cache.
         """
         if steps < 1:
             raise UserError(f"steps per dispatch {steps} is below 1: give at least 1")
@@ -67,7 +85,16 @@ class Batch:
         self.steps = steps
         self.capacity = capacity
         self.logprobs = MAX_LOGPROBS if logprobs else logprobs  # two programs with log-probabilities, not twenty
-        self.cache = kv.init(lm.config, size, capacity, lm.kv_format)
+        self.pager: kv.Pager | None = None
+        pools = None
+        if lm.kv_format.page_size is not None:
+            pools = kv.pool_sizes(lm.config, size, capacity, lm.kv_format, pages)
+            self.pager = kv.Pager(lm.config, size, capacity, lm.kv_format, pools)
+        elif pages is not None or prefix_cache:
+            name = "a pool of pages" if pages is not None else "a prefix cache"
+            raise UserError(f"{name} needs a paged KV cache: add --cache=paged")
+        self.prefix_cache = prefix_cache
+        self.cache = kv.init(lm.config, size, capacity, lm.kv_format, pools)
         self.state = DecodeState.init(size, lm.config.vocab_size)
         self.pending: collections.deque[tuple[Sampled, np.ndarray]] = collections.deque()
         self._rows = [SamplingOptions(seed=0)] * size
@@ -76,16 +103,30 @@ class Batch:
             (size,), np.int64
         )  # how many each row was given: tells a pending dispatch's tokens from a later request's
         self._built: set[int] = set()
+        self._running = np.zeros((size,), bool)  # rows whose answer goes on, as far as is known
+        self._held = np.zeros((size,), np.int64)  # tokens that each row's cache certainly holds
+        self._most = np.zeros((size,), np.int64)  # tokens that each row may have held since it was empty
+        self.cached_tokens = np.zeros((size,), np.int64)
+        self._least = np.zeros((size,), np.int64)  # tokens of a cached prefix that each row began with
+        self._margin = kv.rewind_margin(lm.config, capacity, lm.kv_format)
 
     @property
     def size(self) -> int:
         return self.cache.batch
 
+    @property
+    def running(self) -> bool:
+        """Whether any row's answer goes on, as far as is known."""
+        return bool(self._running.any())
+
     def build(self, lengths: Iterable[int]) -> None:
         """Compiles every program that prompts of these lengths will need, so that what follows can be timed."""
         lm, vocab_size = self.lm, self.lm.config.vocab_size
         one, row, scalar = np.ones((1,), np.int32), np.zeros((1,), np.int32), np.int32(0)
-        wanted = {chunk.bucket for length in lengths for chunk in plan_chunks(length)} - self._built
+        wanted = {chunk.bucket for length in lengths for chunk in plan_chunks(length)}
+        if self.prefix_cache:  # what is left of a prompt after a hit can have any shorter length
+            wanted |= {bucket for bucket in BUCKETS if bucket <= max(wanted, default=0)}
+        wanted -= self._built
         for bucket in sorted(wanted):
             prefill.build(lm.model, lm.params, self.cache, np.zeros((1, bucket), np.int32), one, row, row)
         if not self._built:
@@ -102,6 +143,14 @@ class Batch:
         )
         decode.build(lm.model, lm.params, self.cache, self.state, sampling, steps=self.steps, logprobs=self.logprobs)
 
+    def keeps(self, row: int, length: int) -> int:
+        """How many of its first `length` tokens a row can be started with as `held`: these, or 0 where layers with a window would have to
+        go back by more than the cache's margin."""
+        if self._margin is None:
+            return length
+        most = max(self._most[row], int(self.cache.lengths[row]))
+        return length if most - length <= self._margin and length >= self._least[row] else 0
+
     def start(self, row: int, tokens: Sequence[int], options: SamplingOptions, *, held: Sequence[int] = ()) -> Sampled:
         """Gives `row` a request: prefills `tokens` after the first `len(held)` that it holds, and samples the first token.
 
@@ -109,19 +158,21 @@ class Batch:
           row: which row; what it held beyond `held` is dropped.
           tokens: at least one, the part of the prompt that is not held.
           options: the request's; a seed is drawn where it has none.
-          held: the part of the prompt that the row's cache holds.
+          held: the part of the prompt that the row's cache holds; see `keeps`.
 
         Returns:
           numpy `Sampled` with one step and one row.
 
         Raises:
-          UserError: the prompt does not fit the row's capacity, or a logit bias is for no token of the vocabulary.
-          ValueError: no tokens, or the row holds less than `held`.
+          UserError: the prompt does not fit the row's capacity or the pool's pages, or a logit bias is for no token of the vocabulary.
+          ValueError: no tokens, or the row holds less than `held`, or can't go back to it.
         """
         if not len(tokens):
             raise ValueError("no tokens to prefill: the last token's logits are needed, so leave at least it out of `held`")
         if held and (holds := int(self.cache.lengths[row])) < len(held):
             raise ValueError(f"row {row} holds {holds} tokens, not the {len(held)} of `held`")
+        if held and not self.keeps(row, len(held)):
+            raise ValueError(f"row {row} can't go back to {len(held)} tokens, only by the cache's margin of {self._margin}: hold none")
         vocab_size = self.lm.config.vocab_size
         options.check_vocabulary(vocab_size)
         length = len(held) + len(tokens)
@@ -133,25 +184,79 @@ class Batch:
         self._rows[row] = options.seeded()
         self._requests[row] += 1
         self._sampling = jax.device_put(SamplingParams.stack(self._rows, sorted(self.lm.tokenizer.eos_ids)))
-        for chunk in plan_chunks(len(tokens)):
+        prompt = [*held, *tokens]
+        first = self._begin(row, prompt, len(held))
+        for chunk in plan_chunks(length - first):
+            begin = first + chunk.start
+            self._reserve(row, begin, begin + chunk.count)
             padded = np.zeros((1, chunk.bucket), np.int32)
-            padded[0, : chunk.count] = tokens[chunk.start : chunk.start + chunk.count]
-            numbers = (np.asarray([number], np.int32) for number in (chunk.count, row, len(held) + chunk.start))
+            padded[0, : chunk.count] = prompt[begin : begin + chunk.count]
+            numbers = (np.asarray([number], np.int32) for number in (chunk.count, row, begin))
             logits, self.cache = prefill(self.lm.model, self.lm.params, self.cache, padded, *numbers)
+            if self.pager is not None:
+                self.pager.forget(row, begin + chunk.count)
+        self._held[row], self._running[row] = length, True
+        room = self.capacity
+        if self.pager is not None:
+            room = self.pager.reserve(row, length, length + 1)
+            if self.prefix_cache:
+                self.pager.commit(row, prompt)
+        self.cached_tokens[row] = first
         seen = np.zeros((vocab_size,), bool)
-        seen[list(held)] = True
-        seen[list(tokens)] = True
-        scalars = (np.int32(value) for value in (min(options.max_new_tokens, 2**31 - 1), length, self.capacity))
+        seen[prompt] = True
+        scalars = (np.int32(value) for value in (min(options.max_new_tokens, 2**31 - 1), length, min(room, self.capacity)))
         remaining, position, capacity = scalars
         sampled, self.state = first_token(
             self.state, self._sampling, logits, np.int32(row), seen, remaining, position, capacity, logprobs=self.logprobs
         )
-        return jax.device_get(sampled)
+        sampled = jax.device_get(sampled)
+        self._running[row] = sampled.finish[0, 0] == RUNNING
+        return sampled
+
+    def _begin(self, row: int, prompt: list[int], held: int) -> int:
+        """Readies the row's cache; returns how many tokens of the prompt it holds."""
+        if held:
+            self._most[row] = max(self._most[row], int(self.cache.lengths[row]))
+            if self.pager is not None:
+                self.pager.keep(row, held)
+            return held
+        self._most[row] = self._least[row] = 0
+        if self.pager is not None and self.prefix_cache:
+            self._least[row] = self.pager.start(row, prompt)
+        elif self.pager is not None:
+            self.pager.release(row)
+        return int(self._least[row])
+
+    def _reserve(self, row: int, start: int, end: int) -> None:
+        """Pages for a part of a prompt. Raises: UserError, if the pool has too few."""
+        if self.pager is None:
+            return
+        if (reach := self.pager.reserve(row, start, end)) < end:
+            self.pager.release(row)
+            pool = self.pager.pools()[0]
+            raise UserError(
+                f"the prompt needs pages up to token {end}, but the pool of {pool.total} pages of {self.pager.page_size} tokens has none "
+                f"left after token {reach}: give more with --kv_pages, or a smaller --batch_size"
+            )
+        self.cache = self.pager.apply(self.cache)
+
+    def free(self, row: int) -> None:
+        """Gives back what a row that has ended holds of a shared pool."""
+        if self.pager is not None:
+            self.pager.release(row)
+            self._running[row] = False
 
     def dispatch(self) -> None:
         """Starts `steps` more tokens of every running row, and returns before they are there."""
         if self._sampling is None:
             raise ValueError("no row has a request: call `start` first")
+        ahead = (len(self.pending) + 1) * self.steps
+        if self.pager is not None:
+            for row in np.flatnonzero(self._running).tolist():
+                # One more than is written: a row that reaches its last page's end is taken to be full.
+                self.pager.reserve(row, int(self._held[row]), int(self._held[row]) + ahead + 1)
+            self.cache = self.pager.apply(self.cache)
+        self._most = np.maximum(self._most, self._held + ahead)
         sampled, self.state, self.cache = decode(
             self.lm.model, self.lm.params, self.cache, self.state, self._sampling, steps=self.steps, logprobs=self.logprobs
         )
@@ -161,8 +266,15 @@ class Batch:
         """Waits for the oldest dispatch: numpy `Sampled` of `steps` steps and all rows; -1 in rows that were given a request since."""
         sampled, requests = self.pending.popleft()
         sampled = jax.device_get(sampled)
-        return sampled.replace(tokens=np.where(requests == self._requests, sampled.tokens, -1))
+        sampled = sampled.replace(tokens=np.where(requests == self._requests, sampled.tokens, -1))
+        self._held += (sampled.tokens >= 0).sum(axis=0)
+        self._running &= (requests != self._requests) | (sampled.finish[-1] == RUNNING)
+        if self.pager is not None:
+            for row in np.flatnonzero(self._running).tolist():
+                self.pager.forget(row, int(self._held[row]))
+        return sampled
 
     def stop(self, row: int) -> None:
         """Ends a row for a reason that only the host sees, such as a stop string: later dispatches leave it idle."""
         self.state = stop_rows(self.state, np.arange(self.size) == row)
+        self._running[row] = False

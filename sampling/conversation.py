@@ -26,6 +26,7 @@ class Conversation:
         parse_special: bool = False,
         capacity: int | None = None,
         steps: int = STEPS,
+        pages: int | None = None,
     ):
         """Args:
           lm: a model with a chat template.
@@ -34,6 +35,7 @@ class Conversation:
           parse_special: as in `LanguageModel.encode`.
           capacity: cache slots for the whole chat; by default the model's context.
           steps: tokens per dispatch.
+          pages: as in `Batch`.
 
         Raises:
           UserError: the model has no chat template, or the capacity is out of range.
@@ -46,10 +48,15 @@ class Conversation:
         capacity = lm.config.context_length if capacity is None else capacity
         check_capacity(lm, capacity)
         self._options.check_vocabulary(lm.config.vocab_size)
-        self._batch = Batch(lm, 1, capacity, logprobs=self._options.logprobs, steps=steps)
+        self._batch = Batch(lm, 1, capacity, logprobs=self._options.logprobs, steps=steps, pages=pages)
         self._held: list[int] = []  # tokens in the cache
         self._open: Generator[Piece] | None = None  # the last answer's iterator
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+
+    @property
+    def batch(self) -> Batch:
+        """The batch of one row that the chat runs in."""
+        return self._batch
 
     @property
     def held(self) -> int:
@@ -70,7 +77,8 @@ class Conversation:
             raise UserError("the message is empty: write something, or end the chat with Ctrl-D")
         messages = [*self.messages, {"role": "user", "content": text}]
         tokens = self._lm.encode(messages, parse_special=self._parse_special)
-        held = min(_common_prefix(self._held, tokens), len(tokens) - 1)  # the last token's logits are needed in any case
+        common = min(_common_prefix(self._held, tokens), len(tokens) - 1)  # the last token's logits are needed in any case
+        held = self._batch.keeps(0, common)
         if len(tokens) > self._batch.capacity:
             raise UserError(
                 f"the chat has grown to {len(tokens)} tokens, but the cache holds {self._batch.capacity}: "

@@ -42,7 +42,9 @@ def never() -> bool:
 def start(batch: Batch, row: int, tokens: list[int], options: SamplingOptions, answer: Answer, held: Sequence[int] = ()) -> str:
     """`Batch.start`, timed, its token taken by `answer`: returns the text that it brought."""
     began = time.perf_counter()
-    return answer.take(batch.start(row, tokens, options, held=held), 0, time.perf_counter() - began)
+    first = batch.start(row, tokens, options, held=held)
+    answer.cached_tokens = int(batch.cached_tokens[row])
+    return answer.take(first, 0, time.perf_counter() - began)
 
 
 def run(
@@ -84,7 +86,10 @@ def stream(
     parse_special: bool = False,
     capacity: int | None = None,
     steps: int = STEPS,
+    pages: int | None = None,
+    prefix_cache: bool = False,
     cancelled: Callable[[], bool] = never,
+    inspect: Callable[[Batch], None] | None = None,
     **changes: Any,
 ) -> Iterator[Piece]:
     """An answer as it is written. The texts of all pieces, joined, are the completion's text; the last piece has the completion.
@@ -96,15 +101,17 @@ def stream(
       raw, system, parse_special: as in `LanguageModel.encode`.
       capacity: cache slots; by default what prompt and answer may need.
       steps: tokens per dispatch; text arrives that many tokens at a time.
+      pages, prefix_cache: as in `Batch`.
       cancelled: asked between dispatches; once it is true, the answer ends where it is, with the reason "cancelled".
+      inspect: given the batch once all is generated, and before a paged cache's rows are given back.
 
     Raises:
       UserError: before the first piece: a bad option, or a prompt that does not fit.
     """
     options = dataclasses.replace(options or SamplingOptions(), **changes)
     tokens, options = [lm.encode(prompt, raw=raw, system=system, parse_special=parse_special)], [options.seeded()]
-    batch = _prepare(lm, tokens, options, 1, capacity, steps)
-    return (piece for _, piece in _pieces(lm, batch, tokens, options, cancelled))
+    batch = _prepare(lm, tokens, options, 1, capacity, steps, pages, prefix_cache)
+    return (piece for _, piece in _all_pieces(lm, batch, tokens, options, cancelled, inspect))
 
 
 def generate(
@@ -130,7 +137,10 @@ def generate_each(
     batch_size: int = 8,
     capacity: int | None = None,
     steps: int = STEPS,
+    pages: int | None = None,
+    prefix_cache: bool = False,
     cancelled: Callable[[], bool] = never,
+    inspect: Callable[[Batch], None] | None = None,
     **changes: Any,
 ) -> Iterator[tuple[int, Completion]]:
     """Answers of many prompts, as they end: (index of the prompt, answer). `batch_size` of them decode together.
@@ -143,7 +153,9 @@ def generate_each(
       batch_size: rows that decode together.
       capacity: cache slots per row; by default what prompts and answers may need.
       steps: tokens per dispatch.
+      pages, prefix_cache: as in `Batch`.
       cancelled: as in `stream`; prompts that were not begun by then have no answer.
+      inspect: as in `stream`.
 
     Raises:
       UserError: before anything is generated; a `PromptError` if it is about one of the prompts.
@@ -159,14 +171,9 @@ def generate_each(
             tokens.append(lm.encode(prompt, raw=raw, system=system, parse_special=parse_special))
         except UserError as error:
             raise PromptError(index, str(error)) from error
-    batch = _prepare(lm, tokens, options, batch_size, capacity, steps)
-    return (
-        (first + row, piece.completion)
-        for first in range(0, len(tokens), batch_size)
-        if not cancelled()
-        for row, piece in _pieces(lm, batch, tokens[first : first + batch_size], options[first : first + batch_size], cancelled)
-        if piece.completion is not None
-    )
+    batch = _prepare(lm, tokens, options, batch_size, capacity, steps, pages, prefix_cache)
+    pieces = _all_pieces(lm, batch, tokens, options, cancelled, inspect)
+    return ((index, piece.completion) for index, piece in pieces if piece.completion is not None)
 
 
 def check_capacity(lm: LanguageModel, capacity: int) -> None:
@@ -176,7 +183,14 @@ def check_capacity(lm: LanguageModel, capacity: int) -> None:
 
 
 def _prepare(
-    lm: LanguageModel, tokens: list[list[int]], options: list[SamplingOptions], batch_size: int, capacity: int | None, steps: int
+    lm: LanguageModel,
+    tokens: list[list[int]],
+    options: list[SamplingOptions],
+    batch_size: int,
+    capacity: int | None,
+    steps: int,
+    pages: int | None,
+    prefix_cache: bool,
 ) -> Batch:
     """Checks every request; a batch that has room for any `batch_size` of them."""
     if batch_size < 1:
@@ -191,10 +205,39 @@ def _prepare(
         remedy = "shorten it" if capacity == context else f"shorten it or give a capacity of at least {longest + 1}"
         limit = f"the model's context is {context}" if capacity == context else f"the cache holds {capacity} per row"
         raise PromptError([*map(len, tokens)].index(longest), f"the prompt has {longest} tokens, but {limit}: {remedy}")
+    if pages is not None and lm.kv_format.page_size is not None and longest > pages * lm.kv_format.page_size:
+        size = lm.kv_format.page_size
+        raise PromptError(
+            [*map(len, tokens)].index(longest),
+            f"the prompt has {longest} tokens, but the pool of {pages} pages of {size} tokens holds {pages * size}: give at least "
+            f"{-(-longest // size) + 1} pages (--kv_pages)",
+        )
     for option in options:
         option.check_vocabulary(lm.config.vocab_size)
     logprobs = max((option.logprobs for option in options if option.logprobs is not None), default=None)
-    return Batch(lm, max(1, min(batch_size, len(tokens))), capacity, logprobs=logprobs, steps=steps)
+    size = max(1, min(batch_size, len(tokens)))
+    return Batch(lm, size, capacity, logprobs=logprobs, steps=steps, pages=pages, prefix_cache=prefix_cache)
+
+
+def _all_pieces(
+    lm: LanguageModel,
+    batch: Batch,
+    tokens: list[list[int]],
+    options: list[SamplingOptions],
+    cancelled: Callable[[], bool],
+    inspect: Callable[[Batch], None] | None,
+) -> Iterator[tuple[int, Piece]]:
+    """`_pieces` of as many prompts at a time as the batch has rows: (index of the prompt, piece)."""
+    for first in range(0, len(tokens), batch.size):
+        if cancelled():
+            break
+        some = slice(first, first + batch.size)
+        for row, piece in _pieces(lm, batch, tokens[some], options[some], cancelled):
+            yield first + row, piece
+            if piece.completion is not None and batch.running:
+                batch.free(row)  # others may need its pages
+    if inspect is not None:
+        inspect(batch)
 
 
 def _pieces(

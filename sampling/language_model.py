@@ -14,10 +14,12 @@ import checkpoint
 import kv
 from checkpoint import orbax_folder
 from model import ModelConfig, Transformer
-from runtime import UserError, platform, resolve_dtype
+from runtime import DTYPES, KV_DTYPES, UserError, platform, resolve_dtype
 from tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf, tokenizer_from_saved
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+CACHES = ("dense", "paged")
+PAGE_SIZE = 64  # tokens
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
 
 
@@ -33,7 +35,8 @@ class LanguageModel:
     load_seconds: float = 0.0
 
     def __post_init__(self):
-        """Raises: UserError, if the tokenizer has more tokens than the model."""
+        """Raises: UserError, if the tokenizer has more tokens than the model, or the cache's number format does not suit its heads."""
+        kv.bytes_per_token(self.config, self.kv_format)
         padding = self.config.vocab_size - self.tokenizer.vocab_size
         if padding < 0:
             raise UserError(
@@ -104,6 +107,9 @@ def load(
     weights: str = "auto",
     compute: str = "auto",
     kv_dtype: str = "auto",
+    cache: str = "dense",
+    page_size: int | None = None,
+    kv_group: int | None = None,
     progress: checkpoint.Progress | None = None,
 ) -> LanguageModel:
     """Fetches (the first time), reads and prepares a model.
@@ -113,16 +119,18 @@ def load(
         hf:ORG/NAME[@REVISION] for a model of the Hugging Face Hub.
       weights: storage of weights: auto (f32 on CPU, bf16 elsewhere), f32, bf16.
       compute: of activations, likewise.
-      kv_dtype: of the KV cache, likewise.
+      kv_dtype: of the KV cache, likewise, or int8, int4, fp8.
+      cache: layout of the KV cache: "dense" (slots of each row's own; of layers with a window a ring) or "paged".
+      page_size: tokens per page, a power of two; None: 64.
+      kv_group: channels that share a scale in a quantized KV cache; None: 32.
       progress: where to report downloads and reading; by default standard error, reading only on a terminal.
 
     Raises:
       UserError: no such model, no network, a damaged file, an unknown format; one line with the remedy.
     """
     # Names first: a typing error should not cost a download.
-    weight_dtype, dtype, cache_dtype = (
-        resolve_dtype(flag, value) for flag, value in (("weights", weights), ("compute", compute), ("kv", kv_dtype))
-    )
+    weight_dtype, dtype = resolve_dtype("weights", weights), resolve_dtype("compute", compute)
+    kv_format = cache_format(kv_dtype, cache, page_size, kv_group)
     progress = progress or checkpoint.Progress()
     path = checkpoint.resolve(name, progress=progress)
     began = time.perf_counter()
@@ -142,6 +150,26 @@ def load(
         model=Transformer(loaded.config, jnp.dtype(dtype)),
         params=loaded.params,
         tokenizer=tokenizer,
-        kv_format=kv.Format.for_platform(platform(), cache_dtype),
+        kv_format=kv_format,
         load_seconds=time.perf_counter() - began,
     )
+
+
+def cache_format(kv_dtype: str, cache: str = "dense", page_size: int | None = None, kv_group: int | None = None) -> kv.Format:
+    """The KV cache's format on this platform; args as of `load`.
+
+    Raises:
+      UserError: an unknown name, a page size that is no power of two, or one without a paged cache.
+    """
+    if cache not in CACHES:
+        raise UserError(f"--cache={cache} is not known: use one of {', '.join(CACHES)}")
+    if page_size is not None and cache != "paged":
+        raise UserError(f"--page_size={page_size} needs a paged KV cache: add --cache=paged")
+    dtype, more = resolve_dtype("kv", kv_dtype, KV_DTYPES), {}
+    if kv_group is not None:
+        if dtype in DTYPES.values():
+            raise UserError(f"--kv_group={kv_group} is of a quantized KV cache: add --kv=int8, int4 or fp8")
+        more["group"] = kv_group
+    if cache == "paged":
+        more["page_size"] = PAGE_SIZE if page_size is None else page_size
+    return kv.Format.for_platform(platform(), dtype, **more)

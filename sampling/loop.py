@@ -112,7 +112,7 @@ def decode(
         logits, cache = decode_step_(model, params, cache, jnp.where(running, state.tokens, -1))
         token = sample(logits, sampling, cache.lengths, state.seen, state.counts)
         token = jnp.where(running, token, -1)
-        state = _advance(state, token, sampling, cache.lengths >= cache.capacity)
+        state = _advance(state, token, sampling, cache.lengths >= cache.room)
         return state, cache, _sampled(token, state, logits, logprobs)
 
     # A while loop and not a scan: it ends with the last row, so that a dispatch that was sent ahead of the tokens that end a batch

@@ -1,12 +1,15 @@
 """A run's numbers, for people and for programs."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 import kv
 from sampling.answer import Completion
+from sampling.batch import Batch
 from sampling.language_model import LanguageModel
 
 
@@ -69,7 +72,31 @@ def bytes_per_token(lm: LanguageModel, completions: Sequence[Completion]) -> flo
     steps = [(completion.prompt_tokens, len(completion.tokens)) for completion in completions]
     tokens = sum(new for _, new in steps)
     held = sum(new * (prompt + new / 2) for prompt, new in steps) / max(tokens, 1)
-    return lm.weight_bytes + held * kv.bytes_per_token(lm.config, lm.kv_format)
+    return lm.weight_bytes + kv.held_bytes(lm.config, held, lm.kv_format)
+
+
+def cache_table(batch: Batch) -> str:
+    """What `--stats` prints: the KV cache's bytes, and of a paged one its pools and prefix hits."""
+    lm = batch.lm
+    half = kv.bytes_per_token(lm.config, dataclasses.replace(lm.kv_format, dtype=np.dtype(jnp.bfloat16)))
+    own = kv.bytes_per_token(lm.config, lm.kv_format)
+    lines = [
+        kv.report(batch.cache),
+        f"KV cache {lm.kv_format.dtype.name}: {own} bytes per token ({own / half:.3f} of bf16's {half}), "
+        f"{batch.size} row{'s' * (batch.size > 1)} of {batch.capacity} tokens",
+    ]
+    if batch.pager is not None:
+        for pool in batch.pager.pools():
+            kind = "all tokens" if pool.window is None else f"window {pool.window}"
+            use = f"{pool.used} of {pool.total} used, {pool.shared} shared, {pool.cached} cached"
+            lines.append(f"pages of {batch.pager.page_size} tokens, {kind}: {use}")
+        counters = batch.pager.tree.counters
+        if batch.prefix_cache:
+            lines.append(
+                f"prefix cache: {counters.lookups} lookups, {counters.hit_tokens} tokens hit, {counters.missed_tokens} missed, "
+                f"{counters.inserted_pages} pages inserted, {counters.evicted_pages} evicted"
+            )
+    return "\n".join(lines)
 
 
 def prefill_rate(completions: Sequence[Completion]) -> float | None:

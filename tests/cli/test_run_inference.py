@@ -121,6 +121,24 @@ MISTAKES = [
     option("--json=maybe", "--json=maybe", "--help"),
     option("--weights=int3", "int3", "auto|f32|bf16"),
     option("--task=serve", "serve", "generate|chat"),
+    option("--kv=int3", "int3", "auto|f32|bf16|int8|int4|fp8"),
+    option("--cache=ring", "ring", "dense|paged"),
+    option("--kv_group=16", "16", "--kv=int8"),
+    option("--page_size=16", "16", "--cache=paged"),
+    mistake("page size 3", "--prompt=Hi", "--cache=paged", "--page_size=3", says=("page size 3", "power of two", "2 or 4")),
+    mistake("page size 0", "--prompt=Hi", "--cache=paged", "--page_size=0", says=("page size 0", "power of two", "1 or 2")),
+    mistake("no pages", "--model=TINY", "--prompt=Hi", "--cache=paged", "--kv_pages=0", says=("0 pages", "at least 2 pages")),
+    mistake("pages of slots", "--model=TINY", "--prompt=Hi", "--kv_pages=9", says=("a pool of pages", "--cache=paged")),
+    mistake("prefixes of slots", "--model=TINY", "--prompt=Hi", "--prefix_cache", says=("a prefix cache", "--cache=paged")),
+    mistake(
+        "pages too few",
+        *("--model=TINY", "--prompt=Hello", "--raw", "--cache=paged", "--page_size=2", "--kv_pages=2"),
+        says=("5 tokens", "2 pages of 2 tokens", "at least 4 pages", "--kv_pages"),
+    ),
+    mistake(
+        "heads without groups", "--model=TINY", "--prompt=Hi", "--kv=fp8", says=("8 channels", "groups of 32", "--kv_group=8", "--kv=bf16")
+    ),
+    mistake("a group of 3", "--prompt=Hi", "--kv=int4", "--kv_group=3", says=("3 channels", "power of two", "32")),
     mistake("unknown flag", "--bogus", says=("bogus", "--help")),
     mistake("unknown flag, near a known one", "--promt=Hi", says=("promt", "prompt")),
     mistake("a flag without its value", "--prompt", says="--prompt"),
@@ -386,6 +404,27 @@ def test_a_prompt_file_gives_an_object_per_line_in_its_order_with_its_options_an
     assert answers[0]["tokens"][:3] == answers[1]["tokens"]
     assert answers[2]["tokens"] == answers[4]["tokens"] != answers[3]["tokens"]
     assert answers[2]["tokens"] != answers[0]["tokens"][:12]
+
+
+def test_stats_tell_what_the_cache_takes_and_holds(cli, tiny):
+    result = cli(tiny.flag, "--prompt=Hello", "--raw", "--kv=int4", "--kv_group=8", "--max_new_tokens=3", "--stats")
+    assert result.code == 0, result.err
+    *table, line, numbers = result.err.splitlines()
+    assert table[1].split()[:5] == ["2", "dense:", "k,", "v", "int4"]
+    # Two layers of two heads of 8 + 8 channels: in bf16 2 * 2 * 16 * 2 = 128 bytes; in int4 half a byte each, and a scale of 2 per 8.
+    assert line == "KV cache int4: 48 bytes per token (0.375 of bf16's 128), 1 row of 512 tokens"
+    assert summary(numbers)
+
+
+def test_prompts_of_a_file_share_pages(cli, tmp_path, tiny):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"Hello there, {name}"}) + "\n" for name in ("Ann", "Bob")))
+    common = (tiny.flag, "--prompt_file=in.jsonl", "--raw", "--json", "--max_new_tokens=6")
+    plain = cli(*common)
+    shared = cli(*common, "--cache=paged", "--page_size=4", "--prefix_cache", "--stats")
+    assert (plain.code, shared.code) == (0, 0), shared.err
+    assert [answer["tokens"] for answer in json.loads(shared.out)] == [answer["tokens"] for answer in json.loads(plain.out)]
+    assert "prefix cache: 2 lookups, 12 tokens hit, 20 missed" in shared.err
+    assert "(12 held)" in shared.err
 
 
 def test_a_character_that_the_terminal_lacks_is_shown_as_a_question_mark(cli, tiny):

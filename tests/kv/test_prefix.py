@@ -142,6 +142,35 @@ def test_a_pinned_path_is_not_evicted_even_when_no_row_holds_its_pages():
         tree.release(match)
 
 
+def test_a_path_that_holds_nothing_stays_while_it_is_pinned():
+    tree, pools = make(windows=(1,))  # a query that sees only itself needs no page, but the path has to be known
+    (page,) = pools[0].alloc(1)
+    tree.insert("a", [1, 2, 3, 4], [[None, page]])
+    drop(pools, [[page]])
+    match = tree.match("a", [1, 2])
+    assert (match.num_pages, match.pages) == (1, [[None]])
+    assert tree.evict(0, 1) == 1
+    assert found(tree, pools, [1, 2, 3, 4]) == [[None]]
+    tree.release(match)
+    assert found(tree, pools, [1, 2, 3, 4]) == [[]]
+
+
+def test_pages_that_a_row_holds_are_parked_in_the_order_in_which_they_can_be_dropped():
+    tree, pools = make(on_evict=lambda group, pages: pages)
+    twin = pools[0].alloc(1)
+    store(tree, pools, [1, 2])
+    running = [*twin, *pools[0].alloc(3)]
+    tree.insert("a", [1, 2, 3, 4], [running[:2]])
+    tree.insert("a", [1, 2, 3, 4, 5, 6, 7, 8], [running])
+    assert tree.evict(0, 1) == 1
+    assert tree.num_parked(0) == 4
+    for left in (3, 2, 1, 0):
+        assert tree.evict_parked(0, 1) == 1
+        match = tree.match("a", [1, 2, 3, 4, 5, 6, 7, 8])
+        assert match.num_pages == left
+        tree.release(match)
+
+
 def test_pages_before_one_that_a_row_holds_are_freed_when_nothing_else_is_left():
     tree, pools = make()
     twin = pools[0].alloc(2)
@@ -257,17 +286,11 @@ def test_pages_that_can_not_be_stored_are_an_error_and_change_nothing():
 
 
 @pytest.mark.parametrize(
-    "page_size, windows, message",
-    [
-        (3, [None], "page size 3 is no power of two"),
-        (0, [None], "page size 0"),
-        (2, [], "0 page groups"),
-        (2, [None, 0], "window 0 is below 1"),
-    ],
+    "page_size, windows, error", [(3, [None], "size 3"), (0, [None], "size 0"), (2, [], "0 page"), (2, [0], "window 0")]
 )
-def test_a_tree_that_can_not_be_is_an_error(page_size, windows, message):
-    with pytest.raises(ValueError, match=message):
-        PrefixTree(page_size, [PageGroup(PageAllocator(1), window) for window in windows])
+def test_a_tree_that_can_not_be_is_an_error(page_size, windows, error):
+    with pytest.raises(ValueError, match=error):
+        make(page_size, windows)
 
 
 @pytest.mark.parametrize("options", [{"limit": -1}, {"grid": 0}])

@@ -60,14 +60,16 @@ class Serving(RuleBasedStateMachine):
         limit=st.sampled_from([None, None, None, 0, 1, 3, 5, 8]),
         grid=st.sampled_from([1, 1, 1, 2, 3]),
         arrive=st.booleans(),
-        then=st.sampled_from(["run", "insert", "finish"]),
+        then=st.sampled_from(["run", "insert", "finish", "cancel"]),
         margin=MARGIN,
     )
     def admit(self, data, kinds, tail, limit, grid, arrive, then, margin):
         row = self.live.start(*self.prompt(data, kinds, tail), limit, grid)
         if row in self.live.rows and row.arriving and arrive:
             self.live.restore(row)
-        if row in self.live.rows and not row.arriving and then != "run":
+        if row in self.live.rows and then == "cancel":
+            self.live.finish(row)
+        elif row in self.live.rows and not row.arriving and then != "run":
             self.live.give_back(row, margin)
             self.live.insert(row)
             if then == "finish":
@@ -81,11 +83,13 @@ class Serving(RuleBasedStateMachine):
             self.live.insert(first)
             self.live.finish(first)
         if second in self.live.rows and not second.arriving:
-            self.live.grow(second, tokens + self.tokens(more))
-            if second in self.live.rows:
+            for times in range(1, 3):
+                self.live.grow(second, tokens + self.tokens(more) * times)
+                if second not in self.live.rows:
+                    return
                 self.live.insert(second)
-                if unpin:
-                    self.live.release(second)
+            if unpin:
+                self.live.release(second)
 
     @rule(data=st.data(), count=st.integers(1, 8), kinds=KINDS_OF_PAGE, twice=st.booleans())
     def a_prompt_comes_back_after_its_pages_were_parked(self, data, count, kinds, twice):
@@ -201,4 +205,4 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestServing.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

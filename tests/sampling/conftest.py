@@ -64,6 +64,13 @@ def lm() -> LanguageModel:
 
 
 @pytest.fixture(scope="session")
+def ascii_option(lm) -> SamplingOptions:
+    """Answers in ASCII, which the tiny vocabulary can read back."""
+    banned = {token: -100.0 for token, piece in enumerate(lm.tokenizer.pieces) if max(piece) > 127 or token in lm.tokenizer.special_ids}
+    return SamplingOptions(max_new_tokens=6, temperature=1.0, seed=4, logit_bias=banned)
+
+
+@pytest.fixture(scope="session")
 def with_eos():
     """with_eos(lm, *ids): the same model, whose answers end at other tokens."""
     return lambda lm, *ids: dataclasses.replace(lm, tokenizer=dataclasses.replace(lm.tokenizer, eos_ids=frozenset(ids)))

@@ -10,11 +10,9 @@ from sampling import Conversation, SamplingOptions, generate
 SHAPE = {"capacity": 64, "steps": 4}  # that of the streams in test_generate
 
 
-@pytest.fixture(scope="module")
-def option(lm) -> SamplingOptions:
-    """Answers in ASCII, which the tiny vocabulary can read back."""
-    banned = {token: -100.0 for token, piece in enumerate(lm.tokenizer.pieces) if max(piece) > 127 or token in lm.tokenizer.special_ids}
-    return SamplingOptions(max_new_tokens=6, temperature=1.0, seed=4, logit_bias=banned)
+@pytest.fixture
+def option(ascii_option) -> SamplingOptions:
+    return ascii_option
 
 
 @pytest.fixture
