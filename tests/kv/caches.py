@@ -47,12 +47,12 @@ def filled(layers: Layers, format: kv.Format, seed: int = 0, lengths=(CAPACITY,)
     rng = np.random.default_rng(seed)
     width = 0 if format.page_size is None else -(-capacity // format.page_size)
     pools = [BATCH * width + 2 for _ in kv.page_groups(layers, capacity, format)]
-    cache = kv.init(layers, BATCH, capacity, format, pools or None)
+    cache = jax.eval_shape(lambda: kv.init(layers, BATCH, capacity, format, pools or None))  # compiles nothing
 
-    def noise(tensor: Any, array: jax.Array) -> jax.Array:
+    def noise(tensor: Any, array: jax.ShapeDtypeStruct) -> jax.Array:
         is_float = jnp.issubdtype(array.dtype, jnp.floating) or array.dtype == np.uint16 or tensor.codec.dtype == CODECS["fp8"]["dtype"]
         size = array.dtype.itemsize
-        bits = rng.integers(0, 256, array.nbytes, np.uint8).view(f"u{size}")
+        bits = rng.integers(0, 256, array.size * size, np.uint8).view(f"u{size}")
         if is_float:  # no nan, whose bits the CPU may change where it widens floats, and nothing too small to be normal
             bits = bits & bits.dtype.type((1 << 8 * size) - 1 - (1 << 8 * size - 2)) | bits.dtype.type(1 << 8 * size - 3)
         return jnp.asarray(bits.view(array.dtype).reshape(array.shape))

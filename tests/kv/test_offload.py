@@ -257,22 +257,36 @@ def test_the_least_recently_used_content_gives_way():
     assert HostStore(10).get(c) is None  # a store knows its own handles only
 
 
-def test_a_content_is_freed_with_its_last_handle():
-    store = HostStore(100)
-    freed = []
+def watched(size: int, freed: list[int]) -> kv.HostPages:
+    """A content that says when it is gone."""
 
     class Watched(np.ndarray):
         def __del__(self):
-            freed.append(self.nbytes)
+            freed.append(size)
 
-    handle = store.put(kv.HostPages(((np.zeros(40, np.uint8).view(Watched),),), ("bytes",)))
-    other = store.put(content(7))
+    return kv.HostPages(((np.zeros(size, np.uint8).view(Watched),),), ("bytes",))
+
+
+def test_a_content_is_freed_with_its_last_handle():
+    store, freed = HostStore(100), []
+    handle, other = store.put(watched(40, freed)), store.put(content(7))
     assert store.nbytes == 47
     del handle
     gc.collect()
     assert freed == [40]
     assert (store.nbytes, len(store)) == (7, 1)
     assert store.get(other).nbytes == 7
+
+
+def test_a_content_that_gives_way_or_is_dropped_is_freed_though_its_handle_is_not():
+    store, freed = HostStore(100), []
+    handles = [store.put(watched(size, freed)) for size in (50, 40, 60)]
+    gc.collect()
+    assert freed == [50]
+    store.drop(handles[1])
+    gc.collect()
+    assert freed == [50, 40]
+    assert store.nbytes == 60
 
 
 def test_a_store_below_nothing_is_refused():
