@@ -6,16 +6,24 @@ int8, int4, fp8); any of the three goes with any of the others. The host's side 
 
 from kv.account import bytes_per_token, held_bytes, nbytes, report, stores
 from kv.cache import Cache, default_pages, fresh, init, page_groups, rewind_margin
+from kv.export import Export, load_export, save_export
 from kv.format import Format
+from kv.host_store import Handle, HostStore
+from kv.offload import HostPages, copy_pages, read_pages, write_pages
 from kv.pager import Pager, pool_sizes
 from kv.pages import OutOfPages, PageAllocator
 from kv.prefix import PageGroup, PrefixTree
+from kv.transfer import export_row, import_row
 from kv.types import AttentionSpec, KeyValue, LatentQuery, LatentRow, LatentSpec, LatentWeights, LayerSpec, Query, Step
 
 __all__ = [
     "AttentionSpec",
     "Cache",
+    "Export",
     "Format",
+    "Handle",
+    "HostPages",
+    "HostStore",
     "KeyValue",
     "LatentQuery",
     "LatentRow",
@@ -30,14 +38,21 @@ __all__ = [
     "Query",
     "Step",
     "bytes_per_token",
+    "copy_pages",
     "default_pages",
+    "export_row",
     "fresh",
     "held_bytes",
+    "import_row",
     "init",
+    "load_export",
     "nbytes",
     "page_groups",
     "pool_sizes",
+    "read_pages",
     "report",
     "rewind_margin",
+    "save_export",
     "stores",
+    "write_pages",
 ]

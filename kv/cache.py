@@ -34,6 +34,8 @@ class Cache(struct.PyTreeNode):
     places: tuple[tuple[int, int], ...] = struct.field(pytree_node=False)  # layer -> (store, index in its stack)
     capacity: int | None = struct.field(pytree_node=False)  # tokens a row can hold; None: unbounded
     tables: tuple[jax.Array, ...] = ()  # int32 [B, M] per page group: the page of each C positions of a row, P where it has none
+    specs: tuple[Spec, ...] = struct.field(pytree_node=False, default=())  # of each store: what its layers keep
+    margin: int = struct.field(pytree_node=False, default=0)  # as of `Format`
 
     @property
     def batch(self) -> int:
@@ -111,6 +113,8 @@ def init(config: HasCacheLayers, batch: int, capacity: int, format: Format, page
         places=tuple(places[number] for number in range(len(places))),
         capacity=capacity,
         tables=tuple(jnp.full((batch, width), size, jnp.int32) for size in pools),
+        specs=tuple(groups),
+        margin=format.margin,
     )
 
 

@@ -59,6 +59,14 @@ class Dense:
         """The array [L, B or P, ...] with the rows new [B', T, K, H] written."""
         return append(array, new, layer, step.rows, step.start, step.count, order)
 
+    def read(self, array: jax.Array, step: Step, size: int, order: str) -> jax.Array:
+        """What an array holds of the step's first row from its start on: [L, ...], the rest in the array's order, S being `size` tokens.
+
+        Past what the row holds (and in a ring, before) it is anything.
+        """
+        first = jnp.clip(step.start[0], 0, self.capacity - size)
+        return jnp.roll(_slots_of_row(array, step.rows[0], order, first, size), first - step.start[0], axis=1 + order.index("S"))
+
     def reader(self, step: Step, after: bool) -> Reader:
         """Blocks of what is held after the step's tokens are written, or before."""
         size = min(BLOCK, self.capacity)
@@ -97,6 +105,12 @@ class Ring:
     def write(self, array: jax.Array, new: jax.Array, layer: jax.Array | int, step: Step, order: str) -> jax.Array:
         return append_ring(array, new, layer, step.rows, step.start, step.count, order)
 
+    def read(self, array: jax.Array, step: Step, size: int, order: str) -> jax.Array:
+        """As of `Dense`; at most R tokens."""
+        axis = 1 + order.index("S")
+        held = _slots_of_row(array, step.rows[0], order, 0, self.slots)
+        return jax.lax.slice_in_dim(jnp.roll(held, -(step.start[0] % self.slots), axis=axis), 0, size, axis=axis)
+
     def reader(self, step: Step, after: bool) -> Reader:
         count = -(-self.slots // BLOCK)
         size = self.slots // count if self.slots % count == 0 else BLOCK
@@ -134,6 +148,16 @@ class Paged:
 
     def write(self, array: jax.Array, new: jax.Array, layer: jax.Array | int, step: Step, order: str) -> jax.Array:
         return append_pages(array, new, layer, step.tables[self.group], step.start, step.count, order)
+
+    def read(self, array: jax.Array, step: Step, size: int, order: str) -> jax.Array:
+        """As of `Dense`."""
+        table, at = step.tables[self.group][0], order.index("S")
+        touched = -(-(size - 1) // self.page_size) + 1
+        number = step.start[0] // self.page_size + jnp.arange(touched)
+        pages = jnp.minimum(table[jnp.minimum(number, table.shape[0] - 1)], array.shape[1] - 1)
+        parts = jnp.moveaxis(array[:, pages], 1, 1 + at)  # [L, ...], the pages before their slots
+        joined = parts.reshape(array.shape[0], *(-1 if axis == "S" else array.shape[2 + i] for i, axis in enumerate(order)))
+        return jax.lax.dynamic_slice_in_dim(joined, step.start[0] % self.page_size, size, axis=1 + at)
 
     def reader(self, step: Step, after: bool) -> Reader:
         table = step.tables[self.group]  # [B', M]
@@ -213,6 +237,13 @@ def _slots(array: jax.Array, layer: jax.Array | int, rows: jax.Array | None, ord
     if rows.shape[0] == 1:
         return part(rows[0], 1)
     return jax.vmap(lambda row: part(row, 1)[0])(rows)
+
+
+def _slots_of_row(array: jax.Array, row: jax.Array, order: str, first: jax.Array | int, size: int) -> jax.Array:
+    """Slots first..first+size of one row, of all layers: [L, ...], the rest in the array's order."""
+    corner, sizes = [0, row, 0, 0, 0], [array.shape[0], 1, *array.shape[2:]]
+    corner[2 + order.index("S")], sizes[2 + order.index("S")] = first, size
+    return jax.lax.dynamic_slice(array, corner, sizes)[:, 0]
 
 
 def _pages(pool: jax.Array, layer: jax.Array | int, numbers: jax.Array, order: str) -> jax.Array:
