@@ -100,7 +100,7 @@ def test_a_ring_of_four_is_the_one_drawn_out():
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_pages_take_the_real_tokens_that_have_one_and_others_keep_their_bits(order, data):
-    T = data.draw(st.sampled_from([1, 5, 13]))  # 13 is more than a row's pages hold
+    T = data.draw(st.sampled_from([1, 6, 13]))  # 13 is more than a row's pages hold
     width = data.draw(st.sampled_from([1, 2]))
     pages = np.asarray(data.draw(st.permutations(range(P)))[: width * M]).reshape(width, M)
     missing = np.asarray(data.draw(st.lists(st.booleans(), min_size=width * M, max_size=width * M))).reshape(width, M)
@@ -117,6 +117,15 @@ def test_pages_take_the_real_tokens_that_have_one_and_others_keep_their_bits(ord
         return (table[b, position // C], position % C) if there else None
 
     np.testing.assert_array_equal(got, expected(pool, new, layer, order, place))
+
+
+def test_tokens_reach_into_as_many_pages_as_their_first_ones_place_in_its_page_makes_them():
+    table = [[5, 0, 3]]
+    pool, new = random_arrays("KSH", P, C, 1, 6)
+    for start in range(M * C - 6 + 1):
+        got = jitted(append_pages, "KSH")(pool, new, *integers(1, table, [start], [6]))
+        want = expected(pool, new, 1, "KSH", lambda b, t, start=start: (table[b][(start + t) // C], (start + t) % C))
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("T", [1, 6])

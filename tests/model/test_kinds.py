@@ -131,7 +131,7 @@ def test_any_course_of_chunks_steps_and_rewinds_gives_the_full_forwards_logits(n
         elif call == "step":
             course.step(numbers > 2)
         else:
-            course.chunk(8 if call == "chunk" else 3, numbers, order)
+            course.chunk(8 if call == "chunk" else MARGIN + 1, numbers, order)  # as many as a ring may write before it is read
 
 
 @every()
@@ -165,14 +165,14 @@ def test_rounding_moves_the_logits_by_no_more_than_it_must(name, tokens):
     """Law 3. Of numbers of spread 1, a format is off by a spread of
 
         whole numbers up to n: step / sqrt(12), the step being amax / n, with amax < 2 in small groups
-        floats: half a step, relative, evenly spread: 2^-4 / sqrt(3) for e4m3, 2^-9 / sqrt(3) for bf16
+        floats: up to half a step, evenly spread: 2^-4 / sqrt(3) of a number for e4m3, 2^-8 / sqrt(3) for bf16
 
     Keys move scores of spread about 1, hence weights, by as much, and values move outputs by less. Both do so in two layers, and errors add
     up as squares do: twice the spread.
     """
     kind = KINDS[name]
     exact, rounded = kind.full(tokens, read_back=False), kind.full(tokens)
-    spread = {BF16: 2**-9 / 3**0.5, FP8: 2**-4 / 3**0.5, INT8: 2 / 127 / 12**0.5, INT4: 2 / 7 / 12**0.5}[kind.format.dtype]
+    spread = {BF16: 2**-8 / 3**0.5, FP8: 2**-4 / 3**0.5, INT8: 2 / 127 / 12**0.5, INT4: 2 / 7 / 12**0.5}[kind.format.dtype]
     error = np.sqrt(np.mean((rounded - exact) ** 2) / np.mean(exact**2))
     assert 0.1 * spread < error < 2 * spread
 
@@ -210,9 +210,8 @@ def test_a_row_alone_equals_the_same_row_in_a_batch_and_touches_no_other(name, t
         course.comparison.add(1, 2 + t, logits[0, t])
     np.testing.assert_array_equal(cache.lengths, [14, 10, 14])
     for number, (store, old) in enumerate(zip(cache.stores, before, strict=True)):
-        changed = [
-            np.any(x != y, axis=(0, 2, 3, 4)) for x, y in zip(map(np.asarray, jax.tree.leaves(store)), jax.tree.leaves(old), strict=True)
-        ]
+        pairs = zip(jax.tree.leaves(store), jax.tree.leaves(old), strict=True)
+        changed = [np.any(np.asarray(x).view(np.uint8) != y.view(np.uint8), axis=(0, 2, 3, 4)) for x, y in pairs]  # bits: nan is equal
         own = [1] if not course.pages.tables else course.pages.tables[cache.stores[number].layout.group][1]
         for each in changed:
             assert set(np.flatnonzero(each)) <= set(own)
@@ -243,7 +242,10 @@ def test_donated_caches_stay_where_they_are_in_memory(name, tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LOSSY if not name.endswith("tpu")])
 def test_on_cpu_no_program_widens_a_whole_array_of_fewer_bits(name):
+    """Rings have more slots here than a block, which is widened."""
     kind = KINDS[name]
+    if "ring" in name:
+        kind = dataclasses.replace(kind, format=dataclasses.replace(kind.format, margin=30))
     cache, zeros = kind.empty(), jnp.zeros((B,), jnp.int32)
     part = jnp.zeros((B, 8), jnp.int32)
     for lowered in (decode_step.lower(kind.model, kind.params, cache, zeros), prefill.lower(kind.model, kind.params, cache, part, zeros)):
@@ -264,7 +266,8 @@ def test_rows_may_share_the_pages_of_a_common_beginning(name, tokens):
     course = Course(kind, tokens)
     for width in (8, 8):
         course.chunk(8, np.asarray([width, 0, 3]), np.arange(B))
-    for table in course.pages.tables:  # what the window has left behind is not there to be shared, and not missed
+    course.pages.grow(0, shared, shared, 0)  # what the window has left behind is not there to be shared, and not missed
+    for table in course.pages.tables:
         table[1, : shared // size] = table[0, : shared // size]
     course.cache = course.cache.replace(lengths=course.cache.lengths.at[1].set(shared))
     course.held[1] = course.most[1] = shared
