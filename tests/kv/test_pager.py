@@ -187,7 +187,7 @@ def test_when_pages_run_out_cached_prefixes_go_and_then_the_reach_says_how_far_i
 
 
 def test_what_is_evicted_comes_back_from_the_host_bit_for_bit():
-    format = kv.Format(np.dtype(np.int8), page_size=4, group=4, as_bits=True)
+    format = kv.Format(np.dtype(np.int8), page_size=4, group=4, as_bits=True, margin=MARGIN)
     host = HostStore(10**6)
     pager = kv.Pager(MODELS["hybrid"], ROWS, CAPACITY, format, pages=(3, 3), host=host)
     cache = kv.init(MODELS["hybrid"], ROWS, CAPACITY, format, pages=(3, 3))
