@@ -37,14 +37,21 @@ def bound(dtype, group, x):
 
     A scale S = amax / largest is stored in f16 as s, within d = max(S 2^-11, 2^-25) of it (half a step of 11 bits, or of what is below
     2^-14). Then x / s is rounded: int8 and int4 to whole numbers, so x is off by s / 2; e4m3 to 4 bits, so by x 2^-4, or, below 2^-6,
-    by s 2^-10. Where s is smaller than S, the largest numbers are cut off, which takes at most `largest` times d.
+    by s 2^-10. Where s is smaller than S, the largest numbers are cut off, which takes at most `largest` times d. The minimum of int4 is
+    rounded to f16 as well, and S is the range from there; numbers below it are cut off.
     """
     largest = QUANTIZED[dtype]
-    amax = np.abs(x.astype(np.float64)).reshape(*x.shape[:-1], -1, group).max(-1, keepdims=True)
-    S = np.repeat(amax / largest, group, axis=-1).reshape(x.shape)
+    grouped = x.astype(np.float64).reshape(*x.shape[:-1], -1, group)
+    reach, cut = np.abs(grouped).max(-1, keepdims=True), 0.0
+    if dtype == INT4:
+        least = grouped.min(-1, keepdims=True)
+        cut = np.repeat(np.maximum(np.abs(least) * 2**-11, 2.0**-25), group, axis=-1).reshape(x.shape)
+        reach = grouped.max(-1, keepdims=True) - least
+    S = np.repeat(reach / largest, group, axis=-1).reshape(x.shape) + cut / largest
     d = np.maximum(S * 2**-11, 2.0**-25)
     rounding = np.maximum(np.abs(x) * 2.0**-4, (S + d) * 2.0**-10) if dtype == FP8 else (S + d) / 2
-    return np.maximum(rounding, largest * d) * (1 + 2**-20)  # the division is f32's
+    f32 = 2**-20 * np.abs(x)  # of the subtraction, the division and the sum
+    return np.maximum(np.maximum(rounding, largest * d), cut) * (1 + 2**-20) + (f32 if dtype == INT4 else 0)
 
 
 @pytest.mark.parametrize("group", [4, 32])
@@ -54,17 +61,18 @@ def bound(dtype, group, x):
 def test_no_number_is_further_off_than_its_groups_largest_allows(dtype, group, seed, exponent, spread):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(16, WIDTH)) * 10.0 ** (exponent + spread * rng.uniform(-1, 0, (16, WIDTH)))
-    x = np.where(rng.random(x.shape) < 0.1, 0, np.clip(x, -1e5, 1e5)).astype(np.float32)
+    x = np.where(rng.random(x.shape) < 0.1, 0, np.clip(x, -6e4, 6e4)).astype(np.float32)
     got = round_trip(Quantized(dtype, group, as_bits=True), x)
     assert got.dtype == np.float32
     assert (np.abs(got - x.astype(np.float64)) <= bound(dtype, group, x)).all()
 
 
 def test_the_bound_is_the_one_that_a_reader_expects():
-    """Within amax/127/2, amax/7/2 or x/16 for scales that f16 holds with all its bits; and it is not far from what happens."""
+    """Within amax/127/2, (max-min)/15/2 or x/16 for scales that f16 holds with all its bits; and it is not far from what happens."""
     x = np.random.default_rng(0).normal(size=(4096, WIDTH)).astype(np.float32)
-    amax = np.abs(x).reshape(4096, -1, 32).max(-1).repeat(32, axis=-1).reshape(x.shape)
-    for dtype, limit in ((INT8, amax / 127 / 2), (INT4, amax / 7 / 2), (FP8, np.maximum(np.abs(x) / 16, amax / 448 / 1024))):
+    groups = x.reshape(4096, -1, 32)
+    amax, span = (each.repeat(32, axis=-1).reshape(x.shape) for each in (np.abs(groups).max(-1), np.ptp(groups, axis=-1)))
+    for dtype, limit in ((INT8, amax / 127 / 2), (INT4, span / 15 / 2), (FP8, np.maximum(np.abs(x) / 16, amax / 448 / 1024))):
         error = np.abs(round_trip(Quantized(dtype, 32), x) - x)
         assert (error <= limit * (1 + 2**-10)).all()
         assert (error / limit).max() > 0.95
@@ -79,9 +87,12 @@ def test_numbers_that_the_format_has_come_back_exactly(dtype, as_bits, group):
         values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         values = rng.choice(values[np.isfinite(values)], (8, WIDTH // group, group))
     else:
-        values = rng.integers(-QUANTIZED[dtype], QUANTIZED[dtype] + 1, (8, WIDTH // group, group)).astype(np.float32)
-    values[..., -1] = QUANTIZED[dtype] * rng.choice([-1, 1], values.shape[:-1])
-    scale = 2.0 ** rng.integers(-14, 10, (8, WIDTH // group, 1)) * rng.integers(1, 9, (8, WIDTH // group, 1))
+        values = rng.integers(-QUANTIZED[dtype] * (dtype == INT8), QUANTIZED[dtype] + 1, (8, WIDTH // group, group)).astype(np.float32)
+    values[..., -1] = QUANTIZED[dtype] * (1 if dtype == INT4 else rng.choice([-1, 1], values.shape[:-1]))
+    if dtype == INT4:
+        values[..., 0] = 0
+        values += rng.integers(-20, 5, (8, WIDTH // group, 1))  # the minimum, in units of the scale
+    scale = 2.0 ** rng.integers(-14, 9, (8, WIDTH // group, 1)) * rng.integers(1, 9, (8, WIDTH // group, 1))
     x = (values * scale).reshape(8, WIDTH).astype(np.float32)
     np.testing.assert_array_equal(round_trip(Quantized(dtype, group, as_bits), x), x)
 
@@ -124,11 +135,11 @@ def test_bits_and_numbers_are_the_same(dtype):
 
 
 def test_two_int4_share_a_byte_the_first_half_of_a_group_in_the_low_bits():
-    x = np.asarray([[1, -7, 3, 0, 7, -2, 5, -1]], np.float32)
-    values, scales = programs(Quantized(INT4, 4))[0](x)
-    # Groups are 1 -7 | 3 0 and 7 -2 | 5 -1, all with scale 1; 8 is added to each.
-    np.testing.assert_array_equal(values, [[9 | 11 << 4, 1 | 8 << 4, 15 | 13 << 4, 6 | 7 << 4]])
-    np.testing.assert_array_equal(scales, [[1, 1]])
+    x = np.asarray([[1, -7, 8, 0, 20, 5, 6, 13]], np.float32)
+    values, numbers = programs(Quantized(INT4, 4))[0](x)
+    # Groups are 1 -7 | 8 0 and 20 5 | 6 13, with scale 1 and the minima -7 and 5.
+    np.testing.assert_array_equal(values, [[8 | 15 << 4, 0 | 7 << 4, 15 | 1 << 4, 0 | 8 << 4]])
+    np.testing.assert_array_equal(numbers, [[1, 1, -7, 5]])
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
@@ -148,10 +159,12 @@ def test_zeros_stay_zeros_and_neighbours_do_not_matter(dtype):
 def test_numbers_out_of_the_scales_range_become_the_largest_or_nothing(dtype):
     x = np.asarray([[1e30, -1e30, 1.0, 0.0], [1e-8, -1e-9, 0.0, 0.0], [3e38, -3e38, 3e38, 1e30]], np.float32)
     got = round_trip(Quantized(dtype, 4), x)
-    largest = QUANTIZED[dtype] * TOP_SCALE
-    np.testing.assert_array_equal(got[0], [largest, -largest, 0.0, 0.0])
-    np.testing.assert_array_equal(got[1], np.zeros(4))  # 1e-8 / 448 and even 1e-8 / 7 are below half of 6e-8
-    np.testing.assert_array_equal(got[2], [largest, -largest, largest, largest])
+    least, largest = -QUANTIZED[dtype] * TOP_SCALE, QUANTIZED[dtype] * TOP_SCALE
+    if dtype == INT4:
+        least, largest = -TOP_SCALE, 14 * TOP_SCALE
+    np.testing.assert_array_equal(got[0], [largest, least, 0.0, 0.0])
+    np.testing.assert_array_equal(got[1], np.zeros(4))  # 1e-8 / 448 and even 1e-8 / 15 are below half of 6e-8
+    np.testing.assert_array_equal(got[2], [largest, least, largest, largest])
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
@@ -180,7 +193,7 @@ def test_a_rows_numbers_may_lie_along_any_axis(dtype, order):
         (Plain(BF16, as_bits=True), 2 * 64),
         (Quantized(INT8, 32), 64 + 2 * 2),
         (Quantized(FP8, 16, as_bits=True), 64 + 4 * 2),
-        (Quantized(INT4, 32), 32 + 2 * 2),
+        (Quantized(INT4, 32), 32 + 2 * 2 * 2),
     ],
     ids=str,
 )
