@@ -20,6 +20,9 @@ B, T, CAPACITY = 3, 24, 40
 WINDOW, MARGIN = 5, 3
 F32, BF16, INT8, INT4, FP8 = map(np.dtype, (np.float32, jnp.bfloat16, np.int8, ml_dtypes.int4, ml_dtypes.float8_e4m3fn))
 
+# A step of the format, of a group's largest number; in 24 tokens of 2 layers, some numbers that count may differ by one.
+FLIP = {BF16: 2**-7, INT8: 4 / 127, FP8: 2 / 8, INT4: 6 / 15}
+
 
 def windowed(num_heads: int = 6, num_kv_heads: int = 2) -> ModelConfig:
     """A layer with a window, then one without."""
@@ -175,3 +178,71 @@ class Pages:
 
     def into(self, cache: kv.Cache) -> kv.Cache:
         return cache.replace(tables=tuple(jnp.asarray(table) for table in self.tables))
+
+
+class Comparison:
+    """Collects logits beside the full forward's."""
+
+    def __init__(self, kind: Kind, full: np.ndarray):
+        self.kind, self.full, self.scale, self.errors = kind, full, np.abs(full).max(), []
+
+    def add(self, row: int, position: int, logits: np.ndarray) -> None:
+        self.errors.append(np.abs(logits - self.full[row, position]).max() / self.scale)
+        assert self.errors[-1] <= (1e-4 if self.kind.exact else FLIP[self.kind.format.dtype]), (row, position)
+
+    @property
+    def equal(self) -> float:
+        """The part of the logits that are equal."""
+        return np.mean(np.asarray(self.errors) <= 1e-4)
+
+
+class Course:
+    """A cache in use: what its rows hold and have held, and whether each answer is the full forward's."""
+
+    def __init__(self, kind: Kind, tokens: np.ndarray, seed: int = 0):
+        self.kind, self.tokens, self.comparison = kind, tokens, Comparison(kind, kind.full(tokens))
+        self.cache, self.pages = kind.empty(), Pages(kind, seed)
+        self.held, self.most = np.zeros(B, int), np.zeros(B, int)
+
+    def _grow(self, counts: np.ndarray) -> None:
+        for row in np.flatnonzero(counts):
+            self.pages.grow(row, self.held[row], self.most[row], counts[row])
+        self.cache = self.pages.into(self.cache)
+
+    def _grown(self, counts: np.ndarray) -> None:
+        self.held += counts
+        self.most = np.maximum(self.most, self.held)
+        np.testing.assert_array_equal(self.cache.lengths, self.held)
+
+    def chunk(self, width: int, counts: np.ndarray, order: np.ndarray | None) -> None:
+        """A prefill of `width` tokens a row, of which `counts` are real, at most what is left; rows come in any order."""
+        counts = np.minimum(np.minimum(counts, width), T - self.held)
+        self._grow(counts)
+        part = np.full((B, width), -1)
+        rows = np.arange(B) if order is None else order
+        for place, row in enumerate(rows):
+            part[place, : counts[row]] = self.tokens[row, self.held[row] : self.held[row] + counts[row]]
+        logits, self.cache = self.kind.prefill(self.cache, part, counts[rows], order)
+        for place, row in enumerate(rows):
+            for t in range(counts[row]):
+                self.comparison.add(row, self.held[row] + t, logits[place, t])
+        self._grown(counts)
+
+    def step(self, active: np.ndarray) -> None:
+        """A decode step of the active rows that have tokens left."""
+        counts = (active & (self.held < T)).astype(int)
+        self._grow(counts)
+        feed = np.where(counts, self.tokens[np.arange(B), np.minimum(self.held, T - 1)], -1)
+        logits, self.cache = self.kind.decode(self.cache, feed)
+        for row in np.flatnonzero(counts):
+            self.comparison.add(row, self.held[row], logits[row])
+        self._grown(counts)
+
+    def rewind(self, by: np.ndarray) -> None:
+        """Back by so many tokens, at most the margin from the most that a row has held; by 8, to nothing."""
+        by = np.where(by == 8, self.held, np.minimum(by, MARGIN - (self.most - self.held)))
+        self.held = np.maximum(self.held - np.maximum(by, 0), 0)
+        self.cache = self.cache.rewind(jnp.asarray(self.held))
+        for row in np.flatnonzero(self.held == 0):
+            self.most[row] = 0
+            self.pages.reset(row)

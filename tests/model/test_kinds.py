@@ -2,7 +2,7 @@
 
 "Equal" is: logits within 1e-4 of their scale, in f32 at matmul precision "highest". Kinds that round what they store are compared with the
 full forward over rows that are rounded likewise. There, noise of f32 can turn a rounding the other way, and one number of one token then
-differs by a step of the format: such logits may be off by `FLIP` of their scale, and most must be equal.
+differs by a step of the format: such logits may be off by `kinds.FLIP` of their scale, and most must be equal.
 """
 
 import contextlib
@@ -18,10 +18,8 @@ from hypothesis import strategies as st
 import kv
 import kv.layout
 from model import decode_step, prefill
-from tests.model.kinds import BF16, CAPACITY, FP8, INT4, INT8, KINDS, MARGIN, WINDOW, B, Kind, Pages, T
+from tests.model.kinds import BF16, CAPACITY, FP8, INT4, INT8, KINDS, MARGIN, WINDOW, B, Course, Pages, T
 
-# A step of the format, of a group's largest number; in 24 tokens of 2 layers, some numbers that count may differ by one.
-FLIP = {BF16: 2**-7, INT8: 4 / 127, FP8: 2 / 8, INT4: 6 / 15}
 QUICK = ("gqa-ring", "gqa-paged", "gqa-ring-int8")  # what is new in the others is in these, or in the tests of kv and of kernels, too
 
 
@@ -44,74 +42,6 @@ def short_blocks():
 @pytest.fixture(scope="module")
 def tokens():
     return np.random.default_rng(7).integers(0, 101, (B, T)).astype(np.int32)
-
-
-class Comparison:
-    """Collects logits beside the full forward's."""
-
-    def __init__(self, kind: Kind, full: np.ndarray):
-        self.kind, self.full, self.scale, self.errors = kind, full, np.abs(full).max(), []
-
-    def add(self, row: int, position: int, logits: np.ndarray) -> None:
-        self.errors.append(np.abs(logits - self.full[row, position]).max() / self.scale)
-        assert self.errors[-1] <= (1e-4 if self.kind.exact else FLIP[self.kind.format.dtype]), (row, position)
-
-    @property
-    def equal(self) -> float:
-        """The part of the logits that are equal."""
-        return np.mean(np.asarray(self.errors) <= 1e-4)
-
-
-class Course:
-    """A cache in use: what its rows hold and have held, and whether each answer is the full forward's."""
-
-    def __init__(self, kind: Kind, tokens: np.ndarray, seed: int = 0):
-        self.kind, self.tokens, self.comparison = kind, tokens, Comparison(kind, kind.full(tokens))
-        self.cache, self.pages = kind.empty(), Pages(kind, seed)
-        self.held, self.most = np.zeros(B, int), np.zeros(B, int)
-
-    def _grow(self, counts: np.ndarray) -> None:
-        for row in np.flatnonzero(counts):
-            self.pages.grow(row, self.held[row], self.most[row], counts[row])
-        self.cache = self.pages.into(self.cache)
-
-    def _grown(self, counts: np.ndarray) -> None:
-        self.held += counts
-        self.most = np.maximum(self.most, self.held)
-        np.testing.assert_array_equal(self.cache.lengths, self.held)
-
-    def chunk(self, width: int, counts: np.ndarray, order: np.ndarray | None) -> None:
-        """A prefill of `width` tokens a row, of which `counts` are real, at most what is left; rows come in any order."""
-        counts = np.minimum(np.minimum(counts, width), T - self.held)
-        self._grow(counts)
-        part = np.full((B, width), -1)
-        rows = np.arange(B) if order is None else order
-        for place, row in enumerate(rows):
-            part[place, : counts[row]] = self.tokens[row, self.held[row] : self.held[row] + counts[row]]
-        logits, self.cache = self.kind.prefill(self.cache, part, counts[rows], order)
-        for place, row in enumerate(rows):
-            for t in range(counts[row]):
-                self.comparison.add(row, self.held[row] + t, logits[place, t])
-        self._grown(counts)
-
-    def step(self, active: np.ndarray) -> None:
-        """A decode step of the active rows that have tokens left."""
-        counts = (active & (self.held < T)).astype(int)
-        self._grow(counts)
-        feed = np.where(counts, self.tokens[np.arange(B), np.minimum(self.held, T - 1)], -1)
-        logits, self.cache = self.kind.decode(self.cache, feed)
-        for row in np.flatnonzero(counts):
-            self.comparison.add(row, self.held[row], logits[row])
-        self._grown(counts)
-
-    def rewind(self, by: np.ndarray) -> None:
-        """Back by so many tokens, at most the margin from the most that a row has held; by 8, to nothing."""
-        by = np.where(by == 8, self.held, np.minimum(by, MARGIN - (self.most - self.held)))
-        self.held = np.maximum(self.held - np.maximum(by, 0), 0)
-        self.cache = self.cache.rewind(jnp.asarray(self.held))
-        for row in np.flatnonzero(self.held == 0):
-            self.most[row] = 0
-            self.pages.reset(row)
 
 
 CALLS = st.tuples(st.sampled_from(["chunk", "chunk", "short", "step", "step", "rewind"]), st.tuples(*[st.integers(0, 8)] * B))
@@ -164,7 +94,7 @@ def test_a_prompt_in_chunks_of_any_cut_is_rounded_as_in_one(name, tokens):
 def test_rounding_moves_the_logits_by_no_more_than_it_must(name, tokens):
     """Law 3. Of numbers of spread 1, a format is off by a spread of
 
-        whole numbers up to n: step / sqrt(12), the step being amax / n, with amax < 2 in small groups
+        int8: step / sqrt(12), the step being amax / 127, with amax < 2 in small groups; int4: likewise, the step being range / 15
         floats: up to half a step, evenly spread: 2^-4 / sqrt(3) of a number for e4m3, 2^-8 / sqrt(3) for bf16
 
     Keys move scores of spread about 1, hence weights, by as much, and values move outputs by less. Both do so in two layers, and errors add
