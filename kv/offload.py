@@ -104,7 +104,7 @@ def write_pages(cache: Cache, group: int, pages: Sequence[int], host: HostPages)
             given = _from_pinned(given, stores)
         numbers = _padded(numbers)
         given += given[-1:] * (len(numbers) - len(given))
-        stores = store_pages(stores, numbers, tuple(given))
+        stores = store_pages(stores, numbers, given)
     return _with_stores(cache, group, stores)
 
 
@@ -114,7 +114,7 @@ def copy_pages(cache: Cache, group: int, source: Sequence[int], target: Sequence
     Args:
       cache: donated.
       group: of `page_groups`.
-      source: numbers of pages.
+      source: numbers of pages; any times.
       target: as many, none twice.
 
     Raises:
@@ -126,47 +126,45 @@ def copy_pages(cache: Cache, group: int, source: Sequence[int], target: Sequence
     _check(stores, target, once=True)
     if len(source) != len(target):
         raise ValueError(f"{len(source)} pages can't be copied to {len(target)}: give a target for each")
-    if set(source) & set(target):  # in one call, since all are read before one is written
+    if set(source) & set(target):
+        contents = [fetch_pages(stores, _padded(numbers)) for numbers in _batches(source)]
+        for numbers, content in zip(_batches(target), contents, strict=True):
+            stores = store_pages(stores, _padded(numbers), content)
+    elif source:
         stores = duplicate_pages(stores, _padded(source), _padded(target))
-    else:
-        for froms, tos in zip(_batches(source), _batches(target), strict=True):
-            stores = duplicate_pages(stores, _padded(froms), _padded(tos))
     return _with_stores(cache, group, stores)
 
 
 @program()
 def fetch_pages(stores: tuple[Layer, ...], pages: jax.Array) -> list[tuple[jax.Array, ...]]:
     """Of each of the pages int32 [n] its arrays, [L, ...] each."""
-
-    def content(array: jax.Array, page: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice(array, [0, page, 0, 0, 0], (array.shape[0], 1, *array.shape[2:]))[:, 0]
-
     arrays = jax.tree.leaves(stores)
-    return [tuple(content(array, pages[index]) for array in arrays) for index in range(pages.shape[0])]
+    return [
+        tuple(jax.lax.dynamic_index_in_dim(array, pages[index], axis=1, keepdims=False) for array in arrays)
+        for index in range(pages.shape[0])
+    ]
 
 
 @program(donated=("stores",))
-def store_pages(stores: tuple[Layer, ...], pages: jax.Array, contents: tuple[tuple[jax.Array, ...], ...]) -> tuple[Layer, ...]:
+def store_pages(stores: tuple[Layer, ...], pages: jax.Array, contents: Sequence[tuple[jax.Array, ...]]) -> tuple[Layer, ...]:
     """The stores (donated) with `contents`, as of `fetch_pages`, in the pages int32 [n]."""
     arrays, kind = jax.tree.flatten(stores)
     for index, content in enumerate(contents):
-        corner = [0, pages[index], 0, 0, 0]
-        arrays = [jax.lax.dynamic_update_slice(array, new[:, None], corner) for array, new in zip(arrays, content, strict=True)]
+        arrays = [jax.lax.dynamic_update_index_in_dim(array, new, pages[index], axis=1) for array, new in zip(arrays, content, strict=True)]
     return jax.tree.unflatten(kind, arrays)
 
 
 @program(donated=("stores",))
 def duplicate_pages(stores: tuple[Layer, ...], source: jax.Array, target: jax.Array) -> tuple[Layer, ...]:
-    """The stores (donated) with the pages `source` int32 [n] copied to `target`; all are read before one is written."""
+    """The stores (donated) with the pages `source` int32 [n] copied to `target`, none of which is a source."""
 
     def copied(array: jax.Array) -> jax.Array:
-        contents = jax.lax.optimization_barrier(array[:, source])
+        def copy(index, array):
+            # Without the barrier the CPU copies number by number.
+            content = jax.lax.optimization_barrier(jax.lax.dynamic_index_in_dim(array, source[index], axis=1))
+            return jax.lax.dynamic_update_slice_in_dim(array, content, target[index], axis=1)
 
-        def write(index, array):
-            new = jax.lax.dynamic_slice_in_dim(contents, index, 1, axis=1)
-            return jax.lax.dynamic_update_slice(array, new, [0, target[index], 0, 0, 0])
-
-        return jax.lax.fori_loop(0, target.shape[0], write, array)
+        return jax.lax.fori_loop(0, target.shape[0], copy, array)
 
     return jax.tree.map(copied, stores)
 

@@ -40,10 +40,11 @@ def export_row(cache: Cache, row: int, namespace: str = "") -> Export:
         names = array_names(cache, group)
         pieces: dict[str, list[np.ndarray]] = {each: [] for name in names for each in names[name]}
         for start, count, size in _calls(cache, group, first, length):
-            found = fetch_tokens(store, cache.tables, np.int32(row), np.int32(start), size)
+            at = min(start, cache.capacity - size)
+            found = fetch_tokens(store, cache.tables, np.int32(row), np.int32(at), size)
             for name in names:
                 for each, part in zip(names[name], found[name], strict=True):
-                    pieces[each].append(np.asarray(part).view(_as_bits(part.dtype))[:, :count])
+                    pieces[each].append(np.asarray(part).view(_as_bits(part.dtype))[:, start - at : start - at + count])
         arrays |= {each: np.concatenate(parts, axis=1) for each, parts in pieces.items()}
     return Export(arrays, describe(cache, length, firsts, arrays, namespace))
 

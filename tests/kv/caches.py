@@ -10,7 +10,7 @@ import numpy as np
 
 import kv
 
-BATCH, CAPACITY, WINDOW = 3, 40, 5
+BATCH, CAPACITY, WINDOW = 3, 42, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,21 +43,28 @@ def format_of(layout: str, codec: str) -> kv.Format:
 
 
 def filled(layers: Layers, format: kv.Format, seed: int = 0, lengths=(CAPACITY,) * BATCH, capacity: int = CAPACITY) -> kv.Cache:
-    """Every bit random; rows have all pages that they can have, in random order, and there are more."""
+    """Every bit random, as far as numbers allow; rows have all pages that they can have, in random order, and there are more."""
     rng = np.random.default_rng(seed)
     width = 0 if format.page_size is None else -(-capacity // format.page_size)
     pools = [BATCH * width + 2 for _ in kv.page_groups(layers, capacity, format)]
     cache = kv.init(layers, BATCH, capacity, format, pools or None)
 
-    def noise(array: jax.Array) -> jax.Array:
-        if array.dtype == np.float32:  # whose nans the CPU may change on the way
-            return jnp.asarray(rng.normal(size=array.shape), np.float32)
-        if jnp.issubdtype(array.dtype, jnp.floating):
-            return jnp.asarray(rng.normal(size=array.shape)).astype(array.dtype)
-        return jnp.asarray(rng.integers(0, 256, array.nbytes, np.uint8).view(array.dtype).reshape(array.shape))
+    def noise(tensor: Any, array: jax.Array) -> jax.Array:
+        is_float = jnp.issubdtype(array.dtype, jnp.floating) or array.dtype == np.uint16 or tensor.codec.dtype == CODECS["fp8"]["dtype"]
+        size = array.dtype.itemsize
+        bits = rng.integers(0, 256, array.nbytes, np.uint8).view(f"u{size}")
+        if is_float:  # no nan, whose bits the CPU may change where it widens floats, and nothing too small to be normal
+            bits = bits & bits.dtype.type((1 << 8 * size) - 1 - (1 << 8 * size - 2)) | bits.dtype.type(1 << 8 * size - 3)
+        return jnp.asarray(bits.view(array.dtype).reshape(array.shape))
+
+    def noisy(store: Any) -> Any:
+        tensors = {
+            name: tensor.replace(parts=tuple(noise(tensor, part) for part in tensor.parts)) for name, tensor in store.tensors.items()
+        }
+        return store.replace(tensors=tensors)
 
     tables = tuple(jnp.asarray(rng.permutation(pool)[: BATCH * width].reshape(BATCH, width), jnp.int32) for pool in pools)
-    return cache.replace(stores=jax.tree.map(noise, cache.stores), tables=tables, lengths=jnp.asarray(lengths, jnp.int32))
+    return cache.replace(stores=tuple(map(noisy, cache.stores)), tables=tables, lengths=jnp.asarray(lengths, jnp.int32))
 
 
 def stored(cache: kv.Cache) -> list[dict[str, list[np.ndarray]]]:
