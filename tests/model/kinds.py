@@ -134,7 +134,7 @@ def _kinds() -> dict[str, Kind]:
     kinds["gqa-paged-tpu"] = kind("gqa", "paged", key_order="SKH", value_order="SKH")
     for dtype in (BF16, INT8, INT4, FP8):
         for layout in ("ring", "dense", "paged"):
-            kinds[f"gqa-{layout}-{dtype.name}"] = kind("gqa", layout, dtype, as_bits=True)
+            kinds[f"gqa-{layout}-{dtype.name}"] = kind("gqa", layout, dtype, as_bits=True, group=8 if dtype == INT4 else 2)
     kinds["gqa-ring-float8_e4m3fn-tpu"] = kind("gqa", "ring", FP8, key_order="SKH", value_order="SKH")
     kinds["mla-dense-int8"] = kind("mla", "dense", INT8, as_bits=True)
     kinds["mla-paged-float8_e4m3fn"] = kind("mla", "paged", FP8, as_bits=True)
