@@ -6,7 +6,7 @@ import math
 import jax
 import numpy as np
 
-from kv.cache import Cache, HasCacheLayers, Spec, init
+from kv.cache import Cache, HasCacheLayers, Spec, effective_window, init
 from kv.format import Format
 
 
@@ -24,6 +24,12 @@ def bytes_per_token(config: HasCacheLayers, format: Format) -> int:
 def held_bytes(config: HasCacheLayers, tokens: float, format: Format) -> float:
     """Bytes that hold what the next query of a row of `tokens` tokens sees, over all layers: what a decode step must read."""
     return sum(_row_bytes(spec, format) * min(tokens, spec.window or math.inf) for spec in config.cache_layers)
+
+
+def page_bytes(config: HasCacheLayers, window: int | None, capacity: int, format: Format) -> int:
+    """Bytes of one page of the page group with this window, over its layers."""
+    layers = [spec for spec in config.cache_layers if effective_window(spec, capacity, format) == window]
+    return format.page_size * sum(_row_bytes(spec, format) for spec in layers)
 
 
 def _row_bytes(spec: Spec, format: Format) -> int:

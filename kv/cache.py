@@ -136,18 +136,18 @@ def page_groups(config: HasCacheLayers, capacity: int, format: Format) -> tuple[
     """The window of each page group's layers, None for those that see all; () without pages. Layers of a group share page tables."""
     if format.page_size is None:
         return ()
-    windows = {_window(spec, capacity, format) for spec in config.cache_layers}
+    windows = {effective_window(spec, capacity, format) for spec in config.cache_layers}
     return tuple(sorted(windows, key=lambda window: (window is not None, window)))
 
 
 def rewind_margin(config: HasCacheLayers, capacity: int, format: Format) -> int | None:
     """Tokens that a row may be rewound by from the most that it has held; None: any."""
-    return None if all(_window(spec, capacity, format) is None for spec in config.cache_layers) else format.margin
+    return None if all(effective_window(spec, capacity, format) is None for spec in config.cache_layers) else format.margin
 
 
 def layout_of(spec: Spec, capacity: int, format: Format, windows: Sequence[int | None]) -> Layout:
     """Where a layer's tokens lie."""
-    window = _window(spec, capacity, format)
+    window = effective_window(spec, capacity, format)
     if format.page_size is not None:
         return Paged(format.page_size, windows.index(window))
     return Dense(capacity) if window is None else Ring(window + format.margin, window)
@@ -173,8 +173,8 @@ def default_pages(config: HasCacheLayers, batch: int, capacity: int, format: For
     return tuple(pool(window) for window in page_groups(config, capacity, format))
 
 
-def _window(spec: Spec, capacity: int, format: Format) -> int | None:
-    """The layer's window, if it saves anything."""
+def effective_window(spec: Spec, capacity: int, format: Format) -> int | None:
+    """The window that a layer's cache keeps to; None if it would save nothing."""
     return spec.window if spec.window is not None and spec.window + format.margin < capacity else None
 
 

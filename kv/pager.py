@@ -6,11 +6,13 @@ from collections.abc import Hashable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from kv.account import page_bytes
 from kv.cache import Cache, HasCacheLayers, default_pages, page_groups
 from kv.format import Format
-from kv.offload import copy_pages
+from kv.host_store import Handle, HostStore
+from kv.offload import HostPages, copy_pages, read_pages, write_pages
 from kv.pages import OutOfPages, PageAllocator
-from kv.prefix import PrefixTree
+from kv.prefix import Match, PrefixTree
 from kv.residency import PageGroup
 from runtime import UserError
 
@@ -26,26 +28,47 @@ class PoolUse:
     cached: int  # of these, held by the tree
 
 
+@dataclasses.dataclass(eq=False)
+class Move:
+    """A cached page on its way to host memory, or there: `handle` is set once `apply` has moved it."""
+
+    page: int
+    handle: Handle | None = None
+
+
 class Pager:
     """Page tables of `batch` rows over one pool per page group, with a prefix tree over the same pages.
 
     A row may write to a page that nobody else holds. `reserve` makes that true for a range of positions: it takes pages, copies those that
-    are shared (copy-on-write), and evicts cached prefixes where pages run out. What it decided reaches the device with `apply`.
+    are shared (copy-on-write), and evicts cached prefixes where pages run out: to host memory, if there is a store with room. What it
+    decided reaches the device with `apply`.
 
     Attributes:
       tree: the prefix tree; give rows their tokens' pages back to it with `commit`.
       page_size: C.
     """
 
-    def __init__(self, config: HasCacheLayers, batch: int, capacity: int, format: Format, pages: Sequence[int] | None = None):
-        """Args: as of `kv.init`, whose cache this is for; `format.page_size` must be set."""
+    def __init__(
+        self,
+        config: HasCacheLayers,
+        batch: int,
+        capacity: int,
+        format: Format,
+        pages: Sequence[int] | None = None,
+        host: HostStore | None = None,
+    ):
+        """Args: as of `kv.init`, whose cache this is for; `format.page_size` must be set. `host` keeps what the tree gives up; None drops
+        it."""
         if format.page_size is None:
             raise ValueError("a format without page_size has no pages: give one, or use no pager")
         sizes = default_pages(config, batch, capacity, format) if pages is None else pages
         windows = page_groups(config, capacity, format)
         self.page_size, self._margin, self._capacity = format.page_size, format.margin, capacity
         self.groups = tuple(PageGroup(PageAllocator(size), window) for size, window in zip(sizes, windows, strict=True))
-        self.tree = PrefixTree(self.page_size, self.groups)
+        self.tree = PrefixTree(self.page_size, self.groups, None if host is None else self._park)
+        self._host, self._page_bytes = host, [page_bytes(config, window, capacity, format) for window in windows]
+        self._parking: list[list[Move]] = [[] for _ in self.groups]  # to be read before anything else is written
+        self._restoring: list[dict[int, Move]] = [{} for _ in self.groups]  # page -> what it is to have
         width = -(-capacity // self.page_size)
         self._tables = [np.full((batch, width), group.allocator.num_pages, np.int32) for group in self.groups]
         self._copies: list[dict[int, int]] = [{} for _ in self.groups]  # page -> the one whose content it is to have
@@ -60,8 +83,9 @@ class Pager:
         """
         self.release(row)
         match = self.tree.match(namespace, tokens, limit=len(tokens) - 1)
-        if any(match.parked):
-            raise ValueError("a prefix is parked off the device, and this pager has nothing to bring it back with")
+        if any(match.parked) and not self._restore(match):
+            self._give_back(match)
+            return 0
         for table, pages, group in zip(self._tables, match.pages, self.groups, strict=True):
             table[row, : len(pages)] = [group.allocator.num_pages if page is None else page for page in pages]
         self.tree.release(match)  # the row's own references keep the pages
@@ -123,11 +147,22 @@ class Pager:
         self.tree.insert(namespace, tokens[: count * self.page_size], rows)
 
     def apply(self, cache: Cache) -> Cache:
-        """The cache (donated) with what was decided since the last time: pages copied, tables and lengths set."""
+        """The cache (donated) with what was decided since the last time: pages moved and copied, tables and lengths set."""
+        for number, moves in enumerate(self._parking):
+            if moves:
+                contents = read_pages(cache, number, [move.page for move in moves]).split()
+                for move, content in zip(moves, contents, strict=True):
+                    move.handle = self._host.put(content)
+                moves.clear()
         for number, copies in enumerate(self._copies):
             if copies:
                 cache = copy_pages(cache, number, list(copies.values()), list(copies))
                 copies.clear()
+        for number, moves in enumerate(self._restoring):
+            if moves:
+                contents = HostPages.join([self._host.get(move.handle) for move in moves.values()])
+                cache = write_pages(cache, number, list(moves), contents)
+                moves.clear()
         if self._lengths:
             rows, lengths = (jnp.asarray(list(each), jnp.int32) for each in (self._lengths.keys(), self._lengths.values()))
             cache = cache.replace(lengths=cache.lengths.at[rows].set(lengths))
@@ -151,13 +186,12 @@ class Pager:
         old = int(table[row, index])
         if old != none and allocator.writable(old):
             return
-        if not allocator.num_free:
-            self.tree.evict(number, 1)
-            if old != none and allocator.writable(old):  # it was shared with the tree alone
-                return
-        (page,) = allocator.alloc(1)
+        page = self._take(number)
         if old != none:
-            self._copies[number][page] = self._copies[number].get(old, old)
+            if old in self._restoring[number]:
+                self._restoring[number][page] = self._restoring[number][old]
+            else:
+                self._copies[number][page] = self._copies[number].get(old, old)
             self._release(number, old)
         table[row, index] = page
         self._changed = True
@@ -169,9 +203,60 @@ class Pager:
             self._changed = True
         held[:] = none
 
+    def _take(self, number: int) -> int:
+        """A page of a group, which has one reference. Raises OutOfPages."""
+        allocator = self.groups[number].allocator
+        if not allocator.num_free:
+            while self._host is not None and not self._fits(number) and self.tree.evict_parked(number, 1):
+                pass  # what was parked longest makes room for what is parked now
+            self.tree.evict(number, 1)
+        return allocator.alloc(1)[0]
+
     def _release(self, number: int, page: int) -> None:
         if self.groups[number].allocator.release(page):
             self._copies[number].pop(page, None)
+            self._restoring[number].pop(page, None)
+
+    def _fits(self, number: int) -> bool:
+        """Whether the host store has room for one more page of a group, besides those on their way."""
+        coming = sum(len(moves) * size for moves, size in zip(self._parking, self._page_bytes, strict=True))
+        return self._host.free_bytes - coming >= self._page_bytes[number]
+
+    def _park(self, number: int, pages: list[int]) -> list[Move | None]:
+        """What the tree keeps in place of pages that it gives up."""
+        moves: list[Move | None] = []
+        for page in pages:
+            moves.append(Move(page) if self._fits(number) else None)
+            self._parking[number] += moves[-1:] if moves[-1] is not None else []
+        return moves
+
+    def _restore(self, match: Match) -> bool:
+        """Takes pages for what of a match is parked, if there are enough and the store still has it all."""
+        wanted = [[parked.handle for parked in row] for row in match.parked]
+        coming = {id(move) for moves in self._parking for move in moves}
+        taken: list[list[int]] = [[] for _ in wanted]
+        try:
+            for number, moves in enumerate(wanted):
+                for move in moves:
+                    if id(move) not in coming and (move.handle is None or self._host.get(move.handle) is None):
+                        raise OutOfPages(1, 0, self.groups[number].allocator.num_pages)  # lost: as good as a page that can't be had
+                    taken[number].append(self._take(number))
+        except OutOfPages:
+            for number, pages in enumerate(taken):
+                for page in pages:
+                    self._release(number, page)
+            return False
+        self.tree.restore(match, taken)
+        for number, moves in enumerate(wanted):
+            self._restoring[number].update(zip(taken[number], moves, strict=True))
+        return True
+
+    def _give_back(self, match: Match) -> None:
+        for number, pages in enumerate(match.pages):
+            for page in pages:
+                if isinstance(page, int):
+                    self._release(number, page)
+        self.tree.release(match)
 
 
 def pool_sizes(config: HasCacheLayers, batch: int, capacity: int, format: Format, pages: int | None) -> tuple[int, ...]:

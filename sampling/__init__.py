@@ -4,7 +4,7 @@ from sampling.answer import Completion, Timing, TokenLogprobs
 from sampling.conversation import Conversation
 from sampling.evaluate import Score, evaluate
 from sampling.generate import Piece, PromptError, generate, generate_each, stream
-from sampling.language_model import DEFAULT_MODEL, LanguageModel, load
+from sampling.language_model import DEFAULT_MODEL, LanguageModel, cache_format, load
 from sampling.loop import DecodeState, Sampled, decode, first_token
 from sampling.options import SamplingOptions, SamplingParams
 from sampling.sample import sample
@@ -23,6 +23,7 @@ __all__ = [
     "Score",
     "Timing",
     "TokenLogprobs",
+    "cache_format",
     "decode",
     "evaluate",
     "first_token",

@@ -411,8 +411,9 @@ def test_stats_tell_what_the_cache_takes_and_holds(cli, tiny):
     assert result.code == 0, result.err
     *table, line, numbers = result.err.splitlines()
     assert table[1].split()[:5] == ["2", "dense:", "k,", "v", "int4"]
-    # Two layers of two heads of 8 + 8 channels: in bf16 2 * 2 * 16 * 2 = 128 bytes; in int4 half a byte each, and a scale of 2 per 8.
-    assert line == "KV cache int4: 48 bytes per token (0.375 of bf16's 128), 1 row of 512 tokens"
+    # Two layers of two heads of 8 + 8 channels: in bf16 2 * 2 * 16 * 2 = 128 bytes; in int4 half a byte each, and a scale and a
+    # minimum of 2 bytes per 8.
+    assert line == "KV cache int4: 64 bytes per token (0.500 of bf16's 128), 1 row of 512 tokens"
     assert summary(numbers)
 
 

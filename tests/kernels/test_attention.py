@@ -9,21 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import Scoring, attention, blockwise_attention
+from kernels import Blocks, Scoring, attention, blockwise_attention
 
 B, K, G, H, S, BLOCK = 2, 2, 3, 8, 40, 16  # the last block of 40 slots starts at 24: it gives slots 24..31 a second time
 
 
-def reader(k, v, block, on_read=lambda index: None):
-    """Reads [B, S, K, H] arrays block by block, the last block moved back so that it ends at the last slot."""
+def source(k, v, block, on_read=lambda index: None):
+    """Blocks of [B, S, K, H] arrays, the last one moved back so that it ends at the last slot: what it repeats has no position."""
 
     def read(index):
         on_read(index)
         first = jnp.minimum(index * block, k.shape[1] - block)
         k_part, v_part = (jax.lax.dynamic_slice_in_dim(x, first, block, axis=1) for x in (k, v))
-        return k_part.transpose(0, 2, 3, 1), v_part.swapaxes(1, 2), first + jnp.arange(block, dtype=jnp.int32)
+        at = first + jnp.arange(block, dtype=jnp.int32)
+        return k_part.transpose(0, 2, 3, 1), v_part.swapaxes(1, 2), jnp.where(at >= index * block, at, -1)[None]
 
-    return read
+    return Blocks(read, lambda first, last: (jnp.min(first) // block, (jnp.max(last) + block) // block))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ def blockwise():
     programs = {
         case: jax.jit(
             lambda q, k, v, limit, sinks, allowed, case=case: blockwise_attention(
-                q, reader(k, v, BLOCK), BLOCK, limit, case.scoring(sinks, allowed)
+                q, [source(k, v, BLOCK)], limit, case.scoring(sinks, allowed)
             )
         )
         for case in CASES.values()
@@ -112,7 +113,7 @@ def test_more_queries_than_one_query_block_equal_the_reference(case, value_dim):
     q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
     limit = np.where(np.arange(T) < 290, np.arange(T), -1)[None].astype(np.int32)
     scoring = case.scoring(rng.normal(size=K * G).astype(np.float32), rng.random((1, T, T)) < 0.5)
-    got = blockwise_attention(q, reader(k, v, 64), 64, limit, scoring)
+    got = blockwise_attention(q, [source(k, v, 64)], limit, scoring)
     np.testing.assert_allclose(got, attention(q, k, v, limit, scoring), atol=3e-6)
 
 
@@ -123,7 +124,7 @@ def test_one_query_over_two_slots_is_the_softmax_written_out():
     expected = (10 + 20 * np.e) / (1 + np.e)  # slot 2 is past the limit
     for out in (
         attention(q, k, v, jnp.asarray([[1]]), Scoring(1.0)),
-        blockwise_attention(q, reader(k, v, 2), 2, jnp.asarray([[1]]), Scoring(1.0)),
+        blockwise_attention(q, [source(k, v, 2)], jnp.asarray([[1]]), Scoring(1.0)),
     ):
         np.testing.assert_allclose(out[0, 0, 0, 0], expected, rtol=1e-6)
 
@@ -161,8 +162,8 @@ def test_garbage_outside_what_a_row_sees_does_not_matter(blockwise, name):
 def blocks_read(limit, window=None, T=1):
     q, k, v, *_ = random_case(4, T)
     blocks = []
-    read = reader(k, v, BLOCK, on_read=lambda index: jax.debug.callback(lambda i: blocks.append(int(i)), index))
-    jax.block_until_ready(blockwise_attention(q, read, BLOCK, np.asarray(limit, np.int32), Scoring(0.3, window)))
+    blocked = source(k, v, BLOCK, on_read=lambda index: jax.debug.callback(lambda i: blocks.append(int(i)), index))
+    jax.block_until_ready(blockwise_attention(q, [blocked], np.asarray(limit, np.int32), Scoring(0.3, window)))
     jax.effects_barrier()
     return sorted(blocks)
 
@@ -215,3 +216,66 @@ def test_bf16_operands_are_rounded_and_nothing_else(blockwise):
     exact = one_by_one(case, *low, limit, sinks, allowed)
     # Scaled queries, weights and the result are rounded once each, to 2^-9 of their size; scores are below 2 in size.
     np.testing.assert_allclose(np.asarray(got, np.float64), exact, atol=5 * 2**-9 * np.abs(v).max())
+
+
+def scattered(rng, k, v, first, last, slots):
+    """Positions first[b]..last[b] - 1 of [B, S, K, H] arrays in any slots of a block, which differ by row: k, v and positions int32
+    [B, slots]. What the other slots hold is nan, and their position negative."""
+    held_k, held_v = (np.full((B, slots, *x.shape[2:]), np.nan, np.float32) for x in (k, v))
+    positions = np.full((B, slots), -1, np.int32)
+    for b in range(B):
+        held = np.arange(first[b], last[b])
+        there = rng.permutation(slots)[: len(held)]
+        held_k[b, there], held_v[b, there], positions[b, there] = k[b, held], v[b, held], held
+    return held_k, held_v, positions
+
+
+@pytest.fixture(scope="module")
+def from_two_sources():
+    """Attention over a first source of two blocks and a second of one, with positions of each row's own. Compiled once per case."""
+
+    def blocks(k, v, positions):
+        def read(index):
+            parts = (jax.lax.dynamic_slice_in_dim(x, index * BLOCK, BLOCK, axis=1) for x in (k, v, positions))
+            k_part, v_part, where = parts
+            return k_part.transpose(0, 2, 3, 1), v_part.swapaxes(1, 2), where
+
+        return Blocks(read, lambda first, last: (0, k.shape[1] // BLOCK))
+
+    return {
+        case: jax.jit(
+            lambda q, old, new, limit, sinks, allowed, case=case: blockwise_attention(
+                q, [blocks(*old), blocks(*new)], limit, case.scoring(sinks, allowed)
+            )
+        )
+        for case in CASES.values()
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**31), cut=st.tuples(st.integers(0, 32), st.integers(0, 32)))
+def test_two_sources_with_positions_of_each_rows_own_equal_the_definition(from_two_sources, name, seed, cut):
+    case, (q, k, v, limit, sinks, allowed) = CASES[name], random_case(seed, 5)
+    rng = np.random.default_rng(seed)
+    end = np.minimum(np.asarray(cut) + rng.integers(0, BLOCK + 1, B), S)  # a row holds 0..end - 1, from `cut` on in the second source
+    limit = np.minimum(limit, end[:, None] - 1).astype(np.int32)
+    old, new = scattered(rng, k, v, (0, 0), cut, 2 * BLOCK), scattered(rng, k, v, cut, end, BLOCK)
+    got = from_two_sources[case](q, old, new, limit, sinks, allowed)
+    np.testing.assert_allclose(got, one_by_one(case, q, k, v, limit, sinks, allowed), atol=3e-6)
+
+
+@pytest.mark.parametrize(("name", "T"), [("plain", 300), ("window_and_sinks", 300)])
+def test_query_blocks_read_every_source(name, T):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, T, heads, H)).astype(np.float32) for heads in (K * G, K, K))
+    limit, scoring = np.arange(T, dtype=np.int32)[None], CASES[name].scoring(rng.normal(size=K * G).astype(np.float32), None)
+    parts = [source(x, y, 50) for x, y in ((k[:, :200], v[:, :200]), (k[:, 200:], v[:, 200:]))]
+
+    def moved(index):
+        *both, where = parts[1].read(index)
+        return *both, where + 200
+
+    later = Blocks(moved, lambda first, last: (jnp.maximum(jnp.min(first) - 200, 0) // 50, (jnp.max(last) - 200 + 50) // 50))
+    got = blockwise_attention(q, [parts[0], later], limit, scoring, query_block=64)
+    np.testing.assert_allclose(got, attention(q, k, v, limit, scoring), atol=3e-6)

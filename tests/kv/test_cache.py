@@ -1,4 +1,4 @@
-"""kv: byte counts, grouping, axis names and errors."""
+"""kv: grouping, axis names, errors, and one layer's reads and writes."""
 
 import dataclasses
 
@@ -14,60 +14,96 @@ from sharding import axes
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    cache_layers: tuple[kv.LayerSpec, ...]
+    cache_layers: tuple[kv.LayerSpec | kv.LatentSpec, ...]
 
 
 WIDE, NARROW = kv.LayerSpec(num_kv_heads=4, key_dim=8, value_dim=6), kv.LayerSpec(num_kv_heads=1, key_dim=8, value_dim=8)
 HYBRID = Layers((WIDE, NARROW, WIDE, WIDE))
-INDEXED = Layers((kv.LayerSpec(num_kv_heads=4, key_dim=8, value_dim=6, index_dim=3),) * 2)
+LATENT = Layers((kv.LatentSpec(latent_dim=4, rope_dim=2, index_dim=3),) * 2)
+WINDOWED = Layers((dataclasses.replace(WIDE, window=4), WIDE))
 ORDERS = [("SKH", "SKH"), ("KSH", "KSH"), ("KHS", "KSH")]
-LLAMA2_13B = Layers((kv.LayerSpec(40, 128, 128),) * 40)
-LLAMA3_8B = Layers((kv.LayerSpec(8, 128, 128),) * 32)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("orders", ORDERS)
-@pytest.mark.parametrize("layers", [HYBRID, INDEXED])
-def test_the_byte_count_is_that_of_the_live_arrays(dtype, orders, layers):
-    format = kv.Format(np.dtype(dtype), *orders, as_bits=dtype == jnp.bfloat16)
-    cache = kv.init(layers, 3, 17, format)
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == kv.nbytes(layers, 3, 17, format)
-
-
-def test_published_figures_come_out():
-    half = kv.Format(dtype=np.dtype(jnp.bfloat16))
-    assert kv.bytes_per_token(LLAMA2_13B, half) == 819_200  # 0.78 MiB
-    assert kv.bytes_per_token(LLAMA3_8B, half) == 128 * 1024  # a quarter of what 32 KV heads would take
+INT8 = np.dtype(np.int8)
 
 
 def test_equal_layers_share_a_stack_and_each_finds_its_place():
     cache = kv.init(HYBRID, 2, 5, kv.Format())
     assert cache.places == ((0, 0), (1, 0), (0, 1), (0, 2))
-    assert [store.k.shape[0] for store in cache.stores] == [3, 1]
-    assert cache.stores[0].v.shape == (3, 2, 4, 5, 6)
+    assert [store.tensors["k"].parts[0].shape[0] for store in cache.stores] == [3, 1]
+    assert cache.stores[0].tensors["v"].parts[0].shape == (3, 2, 4, 5, 6)
+
+
+def test_a_window_becomes_a_ring_where_that_saves_slots():
+    cache = kv.init(WINDOWED, 2, 32, kv.Format(margin=3))
+    assert [store.layout.kind for store in cache.stores] == ["ring", "dense"]
+    assert [store.tensors["k"].parts[0].shape[-1] for store in cache.stores] == [4 + 3, 32]  # "KHS"
+    cache = kv.init(WINDOWED, 2, 7, kv.Format(margin=3))
+    assert [store.layout.kind for store in cache.stores] == ["dense", "dense"]
+
+
+def test_layers_of_a_page_group_share_tables_and_each_group_has_a_pool():
+    format = kv.Format(page_size=4, margin=2)
+    assert kv.page_groups(WINDOWED, 32, format) == (None, 4)
+    assert kv.page_groups(WINDOWED, 6, format) == (None,)  # no window that saves anything
+    assert kv.page_groups(WINDOWED, 32, kv.Format()) == ()
+    cache = kv.init(WINDOWED, 2, 30, format, pages=[9, 5])
+    assert [store.tensors["v"].parts[0].shape[1:] for store in cache.stores] == [(5, 4, 4, 6), (9, 4, 4, 6)]
+    assert [store.num_pages for store in cache.stores] == [5, 9]
+    for table, pages in zip(cache.tables, (9, 5), strict=True):
+        np.testing.assert_array_equal(table, np.full((2, 8), pages))  # 8 pages of 4 reach to 30 tokens; none is there yet
+
+
+def test_the_default_pool_has_a_page_for_every_token_that_rows_may_hold():
+    format = kv.Format(page_size=4, margin=3)
+    # All 32 tokens of each row; or a window of 4 and a margin of 3, which may begin within a page, and a chunk of 9 of one row.
+    assert kv.default_pages(WINDOWED, 2, 32, format, chunk=9) == (2 * 8, 2 * (2 + 1) + 3)
+    assert kv.default_pages(WINDOWED, 2, 32, format) == (2 * 8, 2 * 3 + 8)  # a chunk of 512 is all that a row holds
+    assert [store.num_pages for store in kv.init(WINDOWED, 2, 32, format).stores] == [14, 16]  # the one with the window stands first
+
+
+def test_as_many_pools_as_page_groups_must_be_given():
+    with pytest.raises(ValueError, match="1 page pools are given, but there are 2 page groups"):
+        kv.init(WINDOWED, 2, 32, kv.Format(page_size=4, margin=2), pages=[9])
+    with pytest.raises(UserError, match="page pool 1 0 is below 1"):
+        kv.init(WINDOWED, 2, 32, kv.Format(page_size=4, margin=2), pages=[9, 0])
+
+
+def test_the_room_of_a_row_is_what_its_pages_reach_to():
+    cache = kv.init(WINDOWED, 3, 30, kv.Format(page_size=4, margin=2), pages=[9, 5])
+    np.testing.assert_array_equal(cache.room, [0, 0, 0])
+    everywhere = jnp.asarray([[0, 1, 2, 9, 9, 9, 9, 9], [3, 4, 9, 9, 9, 9, 9, 9], [5, 6, 7, 8, 1, 2, 3, 4]])
+    window = jnp.asarray([[5, 1, 2, 5, 5, 5, 5, 5], [5, 5, 5, 5, 5, 5, 5, 5], [5, 5, 5, 5, 5, 5, 3, 4]])  # what is behind it may be gone
+    np.testing.assert_array_equal(cache.replace(tables=(everywhere, window)).room, [12, 0, 30])  # at most the capacity
+    assert kv.init(WINDOWED, 3, 30, kv.Format()).room == 30
+    assert kv.fresh(WINDOWED, 3).room is None
 
 
 @pytest.mark.parametrize("orders", ORDERS)
-def test_every_array_names_each_of_its_axes(orders):
-    for layers in (HYBRID, INDEXED):
-        cache = kv.init(layers, 2, 5, kv.Format(np.dtype(np.float32), *orders))
-        names = jax.tree.leaves(cache.logical_axes(), is_leaf=lambda leaf: isinstance(leaf, tuple) and isinstance(leaf[0], str))
-        for array, axis_names in zip(jax.tree.leaves(cache), names, strict=True):
-            assert len(axis_names) == array.ndim
-            assert set(axis_names) <= axes.AXES
-            if array.ndim > 1:
+@pytest.mark.parametrize("more", [{}, {"page_size": 4}, {"dtype": INT8, "group": 2}], ids=["dense", "paged", "int8"])
+def test_every_array_names_each_of_its_axes(orders, more):
+    widths = {"k": 8, "v": 6, "latent": 6, "index_k": 3}
+    layers = Layers((WIDE, NARROW, kv.LatentSpec(4, 2, 3))) if "group" not in more else Layers((WIDE, NARROW, kv.LatentSpec(4, 2)))
+    cache = kv.init(layers, 2, 5, kv.Format(key_order=orders[0], value_order=orders[1], **more))
+    named = cache.logical_axes()
+    for store, names in zip(cache.stores, named.stores, strict=True):
+        for name, tensor in store.tensors.items():
+            for number, (array, axis_names) in enumerate(zip(tensor.parts, names.tensors[name].parts, strict=True)):
+                assert set(axis_names) <= axes.AXES
                 sizes = dict(zip(axis_names, array.shape, strict=True))
-                assert sizes[axes.SLOTS] == 5
-                one_head = axes.ONE in sizes  # an indexer's keys
-                assert sizes[axes.ONE if one_head else axes.KV_HEADS] in ((1,) if one_head else (4, 1))
-                assert sizes[axes.HEAD_DIM] in ((3,) if one_head else (8, 6))
+                assert sizes[axes.LAYERS] == 1
+                rows, slots = (axes.PAGES, axes.PAGE_SLOTS) if "page_size" in more else (axes.BATCH, axes.SLOTS)
+                assert (sizes[rows], sizes[slots]) == ((4, 4) if "page_size" in more else (2, 5))
+                assert sizes[axes.ONE] == 1 if name in ("latent", "index_k") else sizes[axes.KV_HEADS] in (4, 1)
+                width = 8 if store is cache.stores[1] else widths[name]
+                assert sizes[axes.HEAD_DIM] == (width if number == 0 else width // 2)  # a scale for two channels
+    assert named.lengths == (axes.BATCH,)
+    assert named.tables == (((axes.BATCH, axes.PAGES),) if "page_size" in more else ())
 
 
 def test_the_memory_order_follows_the_platform():
     assert kv.Format.for_platform("cpu", np.dtype(np.float32)) == kv.Format(np.dtype(np.float32), "KHS", "KSH")
     assert kv.Format.for_platform("tpu", np.dtype(jnp.bfloat16)) == kv.Format(np.dtype(jnp.bfloat16), "SKH", "SKH")
-
     assert kv.Format.for_platform("cpu", np.dtype(jnp.bfloat16)) == kv.Format(np.dtype(jnp.bfloat16), "KHS", "KSH", as_bits=True)
+    assert kv.Format.for_platform("cpu", INT8, margin=5) == kv.Format(INT8, "KHS", "KSH", as_bits=True, margin=5)
 
 
 def test_bf16_kept_as_bits_is_bf16():
@@ -79,15 +115,33 @@ def test_bf16_kept_as_bits_is_bf16():
         cache = kv.init(Layers((kv.LayerSpec(2, 8, 8),)), 2, 8, kv.Format(np.dtype(jnp.bfloat16), as_bits=as_bits))
         outs.append(cache.layer(0).attend(kv.Query(q), kv.KeyValue(k, v), step, kv.AttentionSpec(scale=0.3)))
     (plain, plain_view), (bits, bits_view) = outs
-    assert bits_view.k.dtype == jnp.uint16
     np.testing.assert_array_equal(bits, plain)
-    np.testing.assert_array_equal(bits_view.v, np.asarray(plain_view.v).view(np.uint16))
+    for name in ("k", "v"):
+        (kept,), (want,) = bits_view.tensors[name].parts, plain_view.tensors[name].parts
+        assert kept.dtype == jnp.uint16
+        np.testing.assert_array_equal(kept, np.asarray(want).view(np.uint16))
 
 
 @pytest.mark.parametrize("order", ["SK", "SKV", "ksh", "SSKH"])
 def test_an_order_that_is_none_is_refused(order):
     with pytest.raises(ValueError, match=f"key_order='{order}' is not an order"):
         kv.Format(key_order=order)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"page_size": 24}, "page size 24 is not a power of two: give 16 or 32"),
+        ({"page_size": 0}, "page size 0 is not a power of two: give 1 or 2"),
+        ({"group": 24}, "a group of 24 channels per scale is not a power of two"),
+        ({"group": 1}, "a group of 1 channels per scale"),
+        ({"margin": -1}, "cache margin -1 is below 0"),
+        ({"dtype": np.dtype(np.int32)}, "a cache of int32 is not known: use f32, bf16"),
+    ],
+)
+def test_a_format_that_is_none_is_refused(field, message):
+    with pytest.raises(UserError, match=message):
+        kv.Format(**field)
 
 
 @pytest.mark.parametrize(("batch", "capacity", "message"), [(0, 5, "batch 0 is below 1"), (1, 0, "capacity 0 is below 1")])
@@ -101,9 +155,9 @@ def test_a_cache_is_a_value_and_its_views_do_not_change_it():
     step = kv.Step(rows=None, start=jnp.zeros(1, jnp.int32), count=jnp.ones(1, jnp.int32))
     ones = jnp.ones((1, 1, 4, 8))
     out, view = cache.layer(2).attend(kv.Query(ones), kv.KeyValue(ones, ones[..., :6]), step, kv.AttentionSpec(scale=1.0))
-    assert float(cache.stores[0].k.sum()) == 0.0
+    assert float(cache.stores[0].tensors["k"].parts[0].sum()) == 0.0
     after = cache.with_layer(2, view)
-    np.testing.assert_array_equal(np.flatnonzero(np.asarray(after.stores[0].k).sum((1, 2, 3, 4))), [1])
+    np.testing.assert_array_equal(np.flatnonzero(np.asarray(after.stores[0].tensors["k"].parts[0]).sum((1, 2, 3, 4))), [1])
     np.testing.assert_array_equal(out, np.ones((1, 1, 4, 6)))  # one slot: its value
 
 
@@ -114,14 +168,40 @@ def test_reading_only_sees_what_is_held_without_writing():
     _, view = cache.layer(0).attend(kv.Query(ones), kv.KeyValue(ones, 3 * ones), step, kv.AttentionSpec(scale=1.0))
     out, again = view.attend(kv.Query(ones), None, step, kv.AttentionSpec(scale=1.0))
     np.testing.assert_array_equal(out, 3 * ones)
-    np.testing.assert_array_equal(again.k, view.k)
+    jax.tree.map(np.testing.assert_array_equal, again, view)
+
+
+def test_a_ring_refuses_to_be_read_by_more_queries_than_it_keeps_the_windows_of():
+    cache = kv.init(WINDOWED, 1, 32, kv.Format(margin=3))
+    step = kv.Step(rows=None, start=jnp.zeros(1, jnp.int32), count=jnp.ones(1, jnp.int32))
+    with pytest.raises(ValueError, match="5 queries see more than Ring"):
+        cache.layer(0).attend(kv.Query(jnp.ones((1, 5, 4, 8))), None, step, kv.AttentionSpec(scale=1.0, window=4))
 
 
 SPECS = {
     "window": kv.AttentionSpec(scale=0.3, window=3),
     "softcap": kv.AttentionSpec(scale=0.3, softcap=2.0),
+    "latent": kv.AttentionSpec(scale=0.3),
     "indexer": kv.AttentionSpec(scale=0.3, top_k=2),
 }
+
+
+def call(name, dtype):
+    """Layers of the kind, two rows of seven tokens' queries and new rows, and the layer's own weights."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, dtype=dtype):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    if name in ("window", "softcap"):
+        new = kv.KeyValue(normal(2, 7, 4, 8), normal(2, 7, 4, 6))
+        return HYBRID, kv.Query(normal(2, 7, 8, 8)), new, normal(8, dtype=jnp.float32)
+    query, new = kv.LatentQuery(normal(2, 7, 3, 5), normal(2, 7, 3, 2)), kv.LatentRow(normal(2, 7, 1, 6))
+    layers = Layers((kv.LatentSpec(4, 2),) * 2)
+    if name == "indexer":
+        layers, query = LATENT, query._replace(index_q=normal(2, 7, 2, 3), index_w=normal(2, 7, 2, dtype=jnp.float32))
+        new = new._replace(index_k=normal(2, 7, 1, 3))
+    return layers, query, new, kv.LatentWeights(normal(3, 5, 4), normal(3, 6, 4))
 
 
 @pytest.mark.parametrize(
@@ -129,28 +209,27 @@ SPECS = {
     [
         *(("indexer", orders, False) for orders in ORDERS),
         ("indexer", ORDERS[2], True),
+        ("latent", ORDERS[1], False),
         ("window", ORDERS[0], False),
         ("softcap", ORDERS[2], False),
     ],
 )
 def test_the_dense_kind_answers_as_the_one_that_stores_nothing_in_every_order(name, orders, as_bits):
-    spec, rng = SPECS[name], np.random.default_rng(0)
-    dtype = jnp.bfloat16 if as_bits else jnp.float32
-    q, k, v, index_q, index_k = (jnp.asarray(rng.normal(size=(2, 7, *shape)), dtype) for shape in ((8, 8), (4, 8), (4, 6), (2, 3), (1, 3)))
-    query = kv.Query(q, index_q, jnp.asarray(rng.normal(size=(2, 7, 2)), jnp.float32))
-    sinks = jnp.asarray(rng.normal(size=8), jnp.float32)
+    spec, dtype = SPECS[name], jnp.bfloat16 if as_bits else jnp.float32
+    layers, query, new, weights = call(name, dtype)
     step = kv.Step(rows=None, start=jnp.zeros(2, jnp.int32), count=jnp.asarray([7, 4]))
-    want, _ = kv.fresh(INDEXED, 2).layer(0).attend(query, kv.KeyValue(k, v, index_k), step, spec, sinks)
-    cache = kv.init(INDEXED, 3, 9, kv.Format(np.dtype(dtype), *orders, as_bits=as_bits))
-    there = step.replace(rows=jnp.asarray([2, 0]))
-    attend = jax.jit(lambda view, new: view.attend(query, new, there, spec, sinks))
-    got, view = attend(cache.layer(1), kv.KeyValue(k, v, index_k))
+    want, _ = kv.fresh(layers, 2).layer(0).attend(query, new, step, spec, weights)
+    cache = kv.init(layers, 3, 9, kv.Format(np.dtype(dtype), *orders, as_bits=as_bits))
+    number = len(layers.cache_layers) - 1
+    place, there = cache.places[number][1], step.replace(rows=jnp.asarray([2, 0]))
+    attend = jax.jit(lambda view, new: view.attend(query, new, there, spec, weights))
+    got, view = attend(cache.layer(number), new)
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=0.05 if as_bits else 3e-6)
     assert not np.asarray(got)[1, 4:].any()
     again, after = attend(view, None)  # reading only
     np.testing.assert_array_equal(again, got)
     jax.tree.map(np.testing.assert_array_equal, after, view)
-    for array in (view.k, view.v, view.index_k):
-        assert np.asarray(array[1, jnp.asarray([0, 2])]).any(axis=(1, 2, 3)).all()
-        assert not np.asarray(array[0]).any()  # the other layer
-        assert not np.asarray(array[1, 1]).any()  # the other row
+    for array in jax.tree.leaves(view.tensors):
+        assert np.asarray(array[place, jnp.asarray([0, 2])]).any(axis=(1, 2, 3)).all()
+        assert not np.asarray(array[:place]).any()  # the other layers
+        assert not np.asarray(array[place, 1]).any()  # the other row

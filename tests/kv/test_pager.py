@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import kv
 import kv.pager
+from kv.host_store import HostStore
+from kv.offload import HostPages
 from runtime import UserError
 
 ROWS, CAPACITY, MARGIN = 3, 40, 3
@@ -34,13 +37,19 @@ def empty(pools: tuple[int, ...], page_size: int) -> kv.Cache:
 class Rows(RuleBasedStateMachine):
     """Pools whose slots hold token ids instead of keys: what a row reads must be what it wrote."""
 
-    @initialize(model=st.sampled_from(sorted(MODELS)), page_size=st.sampled_from([1, 2, 4, 8]), scarce=st.booleans())
-    def begin(self, model, page_size, scarce):
+    @initialize(
+        model=st.sampled_from(sorted(MODELS)),
+        page_size=st.sampled_from([1, 2, 4, 8]),
+        scarce=st.booleans(),
+        host_bytes=st.sampled_from([None, 0, 2_000, 10**6]),
+    )
+    def begin(self, model, page_size, scarce, host_bytes):
         self.config = MODELS[model]
         self.format = kv.Format(page_size=page_size, margin=MARGIN)
         sizes = kv.default_pages(self.config, ROWS, CAPACITY, self.format, chunk=8)
         self.pools = tuple(max(4, size // 2) for size in sizes) if scarce else sizes
-        self.pager = kv.Pager(self.config, ROWS, CAPACITY, self.format, self.pools)
+        self.host = None if host_bytes is None else HostStore(host_bytes)
+        self.pager = kv.Pager(self.config, ROWS, CAPACITY, self.format, self.pools, self.host)
         self.windows = kv.page_groups(self.config, CAPACITY, self.format)
         self.cache = empty(self.pools, page_size)
         self.slots = [np.full((size, page_size), -1) for size in self.pools]
@@ -53,8 +62,18 @@ class Rows(RuleBasedStateMachine):
             self.slots[group][np.asarray(target)] = self.slots[group][np.asarray(source)]
             return cache
 
+        def read(cache, group, pages):
+            return HostPages(tuple((self.slots[group][page].copy(),) for page in pages), (str(group),))
+
+        def write(cache, group, pages, host):
+            assert host.kind == (str(group),)
+            for page, (content,) in zip(pages, host.pages, strict=True):
+                self.slots[group][page] = content
+            return cache
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kv.pager, "copy_pages", copy)
+            for name, function in (("copy_pages", copy), ("read_pages", read), ("write_pages", write)):
+                patch.setattr(kv.pager, name, function)
             self.cache = self.pager.apply(self.cache)
 
     def write(self, row, new):
@@ -134,6 +153,8 @@ class Rows(RuleBasedStateMachine):
                 self.pager.release(row)
             self.pager.tree.clear(None)
             assert all(pool.used == 0 for pool in self.pager.pools())
+            self.apply()
+            assert not self.host
 
 
 TestRows = Rows.TestCase
@@ -163,6 +184,40 @@ def test_when_pages_run_out_cached_prefixes_go_and_then_the_reach_says_how_far_i
     assert pager.tree.counters.evicted_pages == 2
     assert pager.reserve(2, 0, 5) == 0
     assert pager.reserve(1, 11, 20) == 12
+
+
+def test_what_is_evicted_comes_back_from_the_host_bit_for_bit():
+    format = kv.Format(np.dtype(np.int8), page_size=4, group=4, as_bits=True, margin=MARGIN)
+    host = HostStore(10**6)
+    pager = kv.Pager(MODELS["hybrid"], ROWS, CAPACITY, format, pages=(3, 3), host=host)
+    cache = kv.init(MODELS["hybrid"], ROWS, CAPACITY, format, pages=(3, 3))
+    rng = np.random.default_rng(0)
+    stores = jax.tree.map(lambda array: jnp.asarray(rng.integers(0, 100, array.shape), array.dtype), cache.stores)
+    cache = cache.replace(stores=stores)
+    prompt = list(range(9))
+    pager.reserve(0, 0, 9)
+    pager.commit(0, prompt)
+    cache = pager.apply(cache)
+
+    def pages(row):
+        return [
+            np.take(np.asarray(array), np.asarray(cache.tables[store.layout.group])[row, :2], axis=1)
+            for store in cache.stores
+            for array in jax.tree.leaves(store)
+        ]
+
+    before = pages(0)
+    pager.release(0)
+    assert pager.reserve(1, 0, 12) == 12  # takes every page
+    cache = pager.apply(cache)
+    assert len(host) == 4 and [pool.cached for pool in pager.pools()] == [0, 0]
+    cache = cache.replace(stores=jax.tree.map(jnp.zeros_like, cache.stores))  # what the row writes
+    pager.release(1)
+    assert pager.start(2, prompt) == 8
+    cache = pager.apply(cache)
+    for old, new in zip(before, pages(2), strict=True):
+        np.testing.assert_array_equal(new, old)
+    assert pager.tree.counters.restored_pages == 4
 
 
 def test_pages_that_left_the_window_and_its_margin_are_given_back():

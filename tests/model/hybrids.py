@@ -62,7 +62,7 @@ def olmo() -> ModelConfig:
 
 
 def latent() -> ModelConfig:
-    """Multi-head latent attention: calls of more than 10 tokens are expanded, shorter ones absorbed."""
+    """Multi-head latent attention: calls of more than 14 tokens are expanded, shorter ones absorbed."""
     return model(*(LayerConfig(mla(), MLPConfig(hidden=32)),) * 2)
 
 
