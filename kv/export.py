@@ -55,7 +55,7 @@ def describe(cache: Cache, length: int, firsts: Sequence[int], arrays: Mapping[s
         "namespace": namespace,
         "length": length,
         "format": _format(cache),
-        "order": ORDER,
+        "order": [*ORDER],
         "groups": [group | {"first": first} for group, first in zip(_groups(cache), firsts, strict=True)],
         "arrays": {name: _described(array) for name, array in arrays.items()},
     }

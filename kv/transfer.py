@@ -50,7 +50,7 @@ def export_row(cache: Cache, row: int, namespace: str = "") -> Export:
 
 
 def import_row(cache: Cache, row: int, export: Export, namespace: str = "") -> Cache:
-    """Makes a row what the exported one was: it continues as that one would, and can be rewound by the smaller of both margins.
+    """Makes a row what the exported one was: it continues as that one would, and can be rewound as far, within this cache's margin.
 
     Other rows keep their bits.
 
