@@ -193,14 +193,14 @@ class Batch:
             padded[0, : chunk.count] = prompt[begin : begin + chunk.count]
             numbers = (np.asarray([number], np.int32) for number in (chunk.count, row, begin))
             logits, self.cache = prefill(self.lm.model, self.lm.params, self.cache, padded, *numbers)
+            if self.prefix_cache:  # before pages that left a window are given back: a later prompt may part from this one here
+                self.pager.commit(row, prompt[: begin + chunk.count])
             if self.pager is not None:
                 self.pager.forget(row, begin + chunk.count)
         self._held[row], self._running[row] = length, True
         room = self.capacity
         if self.pager is not None:
             room = self.pager.reserve(row, length, length + 1)
-            if self.prefix_cache:
-                self.pager.commit(row, prompt)
         self.cached_tokens[row] = first
         seen = np.zeros((vocab_size,), bool)
         seen[prompt] = True
@@ -215,6 +215,7 @@ class Batch:
 
     def _begin(self, row: int, prompt: list[int], held: int) -> int:
         """Readies the row's cache; returns how many tokens of the prompt it holds."""
+        self._running[row] = False
         if held:
             self._most[row] = max(self._most[row], int(self.cache.lengths[row]))
             if self.pager is not None:

@@ -84,7 +84,7 @@ class Run:
     def held(self):
         """Copies of all that each row holds: {row: its slots of every store, length, finish, counts and so on}."""
         values = jax.tree.map(np.array, (self.cache, self.state))
-        stores = [array for store in values[0].stores for array in (store.k, store.v)]  # [L, B, ...]
+        stores = jax.tree.leaves(values[0].stores)  # [L, B, ...]
         per_row = [values[0].lengths, *jax.tree.leaves(values[1])]  # [B, ...]
         return {row: [*(array[:, row] for array in stores), *(array[row] for array in per_row)] for row in range(len(per_row[0]))}
 
@@ -220,7 +220,7 @@ def test_a_row_without_a_request_stays_empty(ending):
     run, history, _ = ending
     same(history[0][3], history[-1][3])
     assert run.cache.lengths[3] == 0 and not np.asarray(run.state.counts[3]).any()
-    assert all(not np.asarray(array[:, 3]).any() for store in run.cache.stores for array in (store.k, store.v))
+    assert all(not np.asarray(array[:, 3]).any() for array in jax.tree.leaves(run.cache.stores))
     assert (run.all.tokens[:, 3] == -1).all() and run.state.finish[3] == STOP
 
 
