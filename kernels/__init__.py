@@ -5,9 +5,11 @@ from kernels.attention import Blocks, Scoring, attention, blockwise_attention
 from kernels.experts import experts
 from kernels.indexer import blockwise_index_scores, index_scores, top_slots
 from kernels.matmul import head_matmul, matmul
+from kernels.packing import Packing
 
 __all__ = [
     "Blocks",
+    "Packing",
     "Scoring",
     "append",
     "append_pages",
