@@ -33,18 +33,18 @@ def append(
       start: int32 [B'], the first slot to write; below 0 (for T > 1 only), the tokens before slot 0 are dropped.
       count: int32 [B'], how many of the T are real. Slots at or past the capacity are dropped.
       order: static; "KSH" for [L, B, K, S, H], and so on.
-      packing: static; of slots that share rows: the buffer is [L, B, S / n, 1, lanes] then, and the order "SKH".
+      packing: static; of slots that share rows: the buffer's last axes are as `Packing.shape` says then, not as `order`.
 
     Returns:
       The buffer with the rows written.
     """
     B, T = new.shape[:2]
-    slot_axis = order.index("S")
-    slots = buffer.shape[2 + slot_axis]
     buffer, new = jnp.asarray(buffer), new.astype(buffer.dtype)
     index = jnp.arange(B) if rows is None else rows
     if packing is not None:
         return _append_packed(buffer, new, layer, index, start, count, packing)
+    slot_axis = order.index("S")
+    slots = buffer.shape[2 + slot_axis]
     if T == 1:
         slot = jnp.where(count > 0, start, slots)  # idle rows write to a slot that does not exist
         where = tuple(slot if axis == "S" else slice(None) for axis in order)
@@ -77,20 +77,21 @@ def append(
 
 
 def _append_packed(buffer, new, layer, index, start, count, packing):
-    T, entries, n = new.shape[1], buffer.shape[2], packing.slots
+    T, slots, axis = new.shape[1], _slots(buffer, "", packing), 2 + packing.order.index("S")
     if T == 1:
-        entry = jnp.where(count > 0, start // n, entries)  # idle rows write to one that does not exist
-        return _put(buffer, new[:, 0], layer, index, entry, start % n, packing)
+        slot = jnp.where(count > 0, start, slots)  # idle rows write to a slot that does not exist
+        return _put(buffer, new[:, 0], layer, index, slot, packing)
 
-    touched = min(-(-(T - 1) // n) + 1, entries)
-    width = touched * n
+    touched = min(-(-(T - 1) // packing.span) + 1, slots // packing.span)  # along S
+    width = touched * packing.span
     around = jnp.pad(new, ((0, 0), (width, width), (0, 0), (0, 0)))  # so that any window of slots is a slice
 
     def write(b, buffer):
-        first = jnp.clip(start[b] // n, 0, entries - touched)
-        corner = [layer, index[b], first, 0, 0]
-        old = jax.lax.dynamic_slice(buffer, corner, (1, 1, touched, *buffer.shape[3:]))
-        skipped = first * n - start[b]  # of the new tokens, those before the window
+        first = jnp.clip(start[b] // packing.span, 0, slots // packing.span - touched)
+        corner = [layer, index[b], 0, 0, 0]
+        corner[axis] = first
+        old = jax.lax.dynamic_slice(buffer, corner, (1, 1, *packing.shape(width)))
+        skipped = first * packing.span - start[b]  # of the new tokens, those before the window
         token = skipped + jnp.arange(width)
         here = jax.lax.dynamic_slice(around[b], (skipped + width, 0, 0), (width, *new.shape[2:]))
         keep = jnp.broadcast_to(((token >= 0) & (token < count[b]))[:, None, None], here.shape)
@@ -100,13 +101,18 @@ def _append_packed(buffer, new, layer, index, start, count, packing):
     return write(0, buffer) if new.shape[0] == 1 else jax.lax.fori_loop(0, new.shape[0], write, buffer)
 
 
-def _put(buffer, new, layer, index, entry, slot, packing):
-    """new [B', K, W] in one slot of row `entry` of each; nothing where there is no such row."""
-    old = buffer.at[layer, index, entry].get(mode="clip")  # [B', 1, lanes]
+def _put(buffer, new, layer, index, slot, packing):
+    """new [B', K, W] in one slot of each `index`; nothing where there is no such one."""
+    where = layer, index, *packing.at(slot)
+    old = buffer.at[where].get(mode="clip")  # [B', lanes]
     shape = new.shape[0], packing.slots, *new.shape[1:]
-    keep = jnp.broadcast_to((jnp.arange(packing.slots) == slot[:, None])[..., None, None], shape)
-    merged = jnp.where(packing.pack(keep)[:, 0], packing.pack(jnp.broadcast_to(new[:, None], shape))[:, 0], old)
-    return buffer.at[layer, index, entry].set(merged, mode="drop")
+    keep = jnp.broadcast_to((jnp.arange(packing.slots) == (slot % packing.slots)[:, None])[..., None, None], shape)
+    merged = jnp.where(packing.pack_row(keep), packing.pack_row(jnp.broadcast_to(new[:, None], shape)), old)
+    return buffer.at[where].set(merged, mode="drop")
+
+
+def _slots(buffer, order, packing):
+    return buffer.shape[2 + order.index("S")] if packing is None else buffer.shape[2] * buffer.shape[3] * packing.slots
 
 
 def append_ring(
@@ -123,7 +129,7 @@ def append_ring(
 
     Args: as of `append`; `start` is the position of the first token.
     """
-    slots, T = buffer.shape[2 + order.index("S")] * (1 if packing is None else packing.slots), new.shape[1]
+    slots, T = _slots(buffer, order, packing), new.shape[1]
     if T == 1:
         return append(buffer, new, layer, rows, start % slots, count, order, packing)
     skipped = jnp.maximum(count - slots, 0)  # tokens that others of this call overwrite
@@ -154,13 +160,13 @@ def append_pages(
       start, count, packing: as of `append`.
     """
     B, T = new.shape[:2]
-    pages, size = pool.shape[1], pool.shape[2 + order.index("S")] * (1 if packing is None else packing.slots)
+    pages, size = pool.shape[1], _slots(pool, order, packing)
     if T == 1:
         page = jnp.take_along_axis(table, jnp.minimum(start // size, table.shape[1] - 1)[:, None], axis=1)[:, 0]
         page = jnp.where((count > 0) & (start < table.shape[1] * size), page, pages)  # a page that does not exist
         slot = start % size
         if packing is not None:
-            return _put(pool, new[:, 0].astype(pool.dtype), layer, page, slot // packing.slots, slot % packing.slots, packing)
+            return _put(pool, new[:, 0].astype(pool.dtype), layer, page, slot, packing)
         where = tuple(slot if axis == "S" else slice(None) for axis in order)
         heads = new[:, 0] if order.index("K") < order.index("H") else new[:, 0].swapaxes(1, 2)
         return pool.at[layer, page, *where].set(heads.astype(pool.dtype), mode="drop")

@@ -141,7 +141,7 @@ def layout_of(spec: Spec, capacity: int, format: Format, windows: Sequence[int |
     window = _window(spec, capacity, format)
     if format.page_size is not None:
         return Paged(format.page_size, windows.index(window))
-    unit = max((packing.slots for tensor in spec.tensors.values() for packing in format.packings(tensor) if packing is not None), default=1)
+    unit = max((packing.span for tensor in spec.tensors.values() for packing in format.packings(tensor) if packing is not None), default=1)
     slots = -(-(capacity if window is None else window + format.margin) // unit) * unit
     return Dense(slots, unit) if window is None else Ring(slots, window, unit)
 

@@ -69,7 +69,7 @@ class Format:
         if self.lanes is None:
             return (None,) * len(parts)
         most = min(64, self.page_size or 64)
-        return tuple(Packing.to_fill(self.lanes, tensor.heads, width, most) for width, _ in parts)
+        return tuple(Packing.to_fill(self.lanes, tensor.heads, width, dtype.itemsize, most) for width, dtype in parts)
 
     @property
     def codec(self) -> Codec:

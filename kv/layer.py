@@ -21,9 +21,7 @@ class Tensor(struct.PyTreeNode):
     parts: tuple[jax.Array, ...]  # [L, B or P, ...], the rest in `order`: see `kv.codec`
     order: str = struct.field(pytree_node=False)
     codec: Codec = struct.field(pytree_node=False)
-    packings: tuple[Packing | None, ...] = struct.field(
-        pytree_node=False
-    )  # of each part: how slots share rows, [L, B or P, S / n, 1, lanes]
+    packings: tuple[Packing | None, ...] = struct.field(pytree_node=False)  # of each part: how slots share rows, [L, B or P, *shape]
 
     @classmethod
     def init(cls, spec: TensorSpec, lead: tuple[int, int], slots: int, format: Format) -> "Tensor":
@@ -31,9 +29,9 @@ class Tensor(struct.PyTreeNode):
         order, codec, packings = format.key_order if spec.key else format.value_order, format.codec, format.packings(spec)
 
         def zeros(width: int, dtype: Any, packing: Packing | None) -> jax.Array:
-            size = {"S": slots, "K": spec.heads, "H": width}
             if packing is not None:
-                size = {"S": slots // packing.slots, "K": 1, "H": packing.lanes}
+                return jnp.zeros((*lead, *packing.shape(slots)), dtype)
+            size = {"S": slots, "K": spec.heads, "H": width}
             return jnp.zeros((*lead, *(size[axis] for axis in order)), dtype)
 
         parts = (zeros(*part, packing) for part, packing in zip(codec.parts(spec.width), packings, strict=True))
@@ -55,7 +53,7 @@ class Tensor(struct.PyTreeNode):
         def take(part: jax.Array, packing: Packing | None) -> jax.Array:
             if packing is None:
                 return reader.take(part, index, layer, self.order)
-            return packing.unpack(reader.take(part, index, layer, self.order, packing.slots))
+            return packing.unpack(reader.take(part, index, layer, packing.order, packing.span))
 
         parts = tuple(map(take, self.parts, self.packings))
         return self.codec.decode(parts, 1 + self.order.index("H")).transpose(0, *(1 + self.order.index(axis) for axis in wanted))
@@ -94,8 +92,11 @@ class Layer(struct.PyTreeNode):
                 name_of["K"] = axes.ONE
             lead = axes.LAYERS, axes.PAGES if shared else axes.BATCH
             each = (*lead, *(name_of[axis] for axis in tensor.order))
-            packed = (*lead, name_of["S"], axes.ONE, axes.HEAD_DIM if name_of["K"] == axes.ONE else axes.KV_HEADS)
-            return tensor.replace(parts=tuple(each if packing is None else packed for packing in tensor.packings))
+            lanes = axes.HEAD_DIM if name_of["K"] == axes.ONE else axes.KV_HEADS
+            packed = {"S": name_of["S"], "K": axes.ONE, "H": lanes}
+            return tensor.replace(
+                parts=tuple(each if packing is None else (*lead, *(packed[axis] for axis in packing.order)) for packing in tensor.packings)
+            )
 
         return self.replace(tensors={name: names(name, tensor) for name, tensor in self.tensors.items()})
 

@@ -27,7 +27,7 @@ class Reader:
 
     Attributes:
       size: C, slots per block.
-      take: (array [L, B or P, ...], block index, layer, order, n = 1) -> [B', ...], the rest in the same order; n slots share a row.
+      take: (array [L, B or P, ...], block index, layer, order, n = 1) -> [B', ...], the rest in the same order; n slots per step along S.
       positions: block index -> int32 [1, C] or [B', C], as of `kernels.Blocks`.
       span: as of `kernels.Blocks`.
     """
@@ -207,7 +207,7 @@ def _rounded(slots: int, unit: int) -> int:
 def _gather(array, layer, order, rows, slots, packing):
     rows, slots = jnp.broadcast_arrays(rows, slots)
     if packing is not None:
-        several = packing.unpack(array[layer, rows, slots // packing.slots][..., None, :, :])  # [B', J, n, 1, W]
+        several = packing.unpack_rows(array[layer, rows, *packing.at(slots)][..., None, :])  # [B', J, n, 1, W]
         return jnp.take_along_axis(several, (slots % packing.slots)[..., None, None, None], axis=2)[:, :, 0, 0]
     where = {"S": slots, "K": 0, "H": slice(None)}
     return array[layer, rows, *(where[axis] for axis in order)]
