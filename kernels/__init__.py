@@ -6,6 +6,7 @@ from kernels.experts import experts
 from kernels.indexer import blockwise_index_scores, index_scores, top_slots
 from kernels.matmul import head_matmul, matmul
 from kernels.packing import Packing
+from kernels.row_major import row_major
 
 __all__ = [
     "Blocks",
@@ -21,5 +22,6 @@ __all__ = [
     "head_matmul",
     "index_scores",
     "matmul",
+    "row_major",
     "top_slots",
 ]

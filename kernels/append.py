@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.packing import Packing
+from kernels.row_major import row_major
 
 
 def append(
@@ -95,7 +96,7 @@ def _append_packed(buffer, new, layer, index, start, count, packing):
         token = skipped + jnp.arange(width)
         here = jax.lax.dynamic_slice(around[b], (skipped + width, 0, 0), (width, *new.shape[2:]))
         keep = jnp.broadcast_to(((token >= 0) & (token < count[b]))[:, None, None], here.shape)
-        merged = jnp.where(packing.pack(keep)[None, None], packing.pack(here)[None, None], old)
+        merged = row_major(jnp.where(packing.pack(keep)[None, None], packing.pack(here)[None, None], old))
         return jax.lax.dynamic_update_slice(buffer, merged, corner)
 
     return write(0, buffer) if new.shape[0] == 1 else jax.lax.fori_loop(0, new.shape[0], write, buffer)
@@ -179,10 +180,11 @@ def append_pages(
     keep = (token >= 0) & (token < count[:, None, None]) & there[:, :, None]
     parts = jax.vmap(lambda part, at: part[at])(new.astype(pool.dtype), jnp.clip(token, 0, T - 1))  # [B', J, C, K, H]
     keep = keep[..., None, None]
-    if packing is None:
-        parts, keep = (x.transpose(0, 1, *(2 + "SKH".index(axis) for axis in order)) for x in (parts, keep))
-    else:
-        parts, keep = packing.pack(parts), packing.pack(jnp.broadcast_to(keep, parts.shape))
+    if packing is not None:
+        old = pool.at[layer, page].get(mode="clip")
+        merged = jnp.where(packing.pack(jnp.broadcast_to(keep, parts.shape)), packing.pack(parts), old)
+        return pool.at[layer, jnp.where(there, page, pages)].set(merged, mode="drop")
+    parts, keep = (x.transpose(0, 1, *(2 + "SKH".index(axis) for axis in order)) for x in (parts, keep))
 
     def write(index, pool):
         b, j = index // touched, index % touched

@@ -11,6 +11,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+TILE = 8  # rows of a tile
+
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
@@ -37,19 +39,19 @@ class Packing:
 
     @classmethod
     def to_fill(cls, lanes: int, heads: int, width: int, itemsize: int, most: int) -> "Packing | None":
-        """The fewest slots, a power of two, that fill rows of a multiple of `lanes` numbers; None if a head does.
+        """The fewest slots, a power of two, that fill rows of a multiple of `lanes` numbers; None if the heads of one fill tiles.
 
         Args:
-          itemsize: bytes of a number. The TPU's compiler stores rows of bytes in tiles of 32, if there are that many, but writes single ones
-            to tiles of 8 only: such tiles get an axis of their own.
+          itemsize: bytes of a number. The TPU's compiler stores rows of bytes in tiles of 32 rows, if there are so many, but writes single
+            ones to tiles of 8 only: those get an axis of their own.
           most: slots that may be joined, a power of two: where rows need more, they are padded.
         """
-        if width % lanes == 0:
+        if width % lanes == 0 and heads % TILE == 0:
             return None
-        slots, most_in_row = 1, max(1, most // 8) if itemsize == 1 else most
+        slots, most_in_row = 1, max(1, most // TILE) if itemsize == 1 else most
         while slots < most_in_row and slots * heads * width % lanes:
             slots *= 2
-        return cls(slots, heads, width, -slots * heads * width % lanes, min(8, most // slots) if itemsize == 1 else 1)
+        return cls(slots, heads, width, -slots * heads * width % lanes, min(TILE, most // slots) if itemsize == 1 else 1)
 
     @property
     def lanes(self) -> int:

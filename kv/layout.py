@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kernels import Packing, append, append_pages, append_ring
+from kernels import Packing, append, append_pages, append_ring, row_major
 from kv.types import Step
 
 BLOCK = 256  # slots read at a time: long enough to amortise a loop step, short enough to stay in the second-level cache
@@ -221,7 +221,7 @@ def _slots(array: jax.Array, layer: jax.Array | int, rows: jax.Array | None, ord
     """Slots first..first+size of the given rows: [B', ...], the rest in the array's order."""
     slot_axis = 2 + order.index("S")
 
-    def part(row: jax.Array | int, count: int) -> jax.Array:
+    def part(array: jax.Array, row: jax.Array | int, count: int) -> jax.Array:
         corner = [layer, row, 0, 0, 0]
         corner[slot_axis] = first
         sizes = [1, count, *array.shape[2:]]
@@ -229,10 +229,17 @@ def _slots(array: jax.Array, layer: jax.Array | int, rows: jax.Array | None, ord
         return jax.lax.dynamic_slice(array, corner, sizes)[0]
 
     if rows is None:
-        return part(0, array.shape[1])
+        return part(array, 0, array.shape[1])
     if rows.shape[0] == 1:
-        return part(rows[0], 1)
-    return jax.vmap(lambda row: part(row, 1)[0])(rows)
+        return part(array, rows[0], 1)
+
+    def one_by_one(array: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.concatenate([row_major(part(array, rows[b], 1)) for b in range(rows.shape[0])])
+
+    def gathered(array: jax.Array, rows: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row: part(array, row, 1)[0])(rows)
+
+    return jax.lax.platform_dependent(array, rows, tpu=one_by_one, default=gathered)
 
 
 def _pages(pool: jax.Array, layer: jax.Array | int, numbers: jax.Array, order: str) -> jax.Array:
