@@ -5,9 +5,12 @@ from kernels.attention import Blocks, Scoring, attention, blockwise_attention
 from kernels.experts import experts
 from kernels.indexer import blockwise_index_scores, index_scores, top_slots
 from kernels.matmul import head_matmul, matmul
+from kernels.packing import Packing
+from kernels.row_major import row_major
 
 __all__ = [
     "Blocks",
+    "Packing",
     "Scoring",
     "append",
     "append_pages",
@@ -19,5 +22,6 @@ __all__ = [
     "head_matmul",
     "index_scores",
     "matmul",
+    "row_major",
     "top_slots",
 ]

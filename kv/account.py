@@ -108,5 +108,5 @@ def report(cache: Cache) -> str:
 
 def _leading(store) -> tuple[int, int]:
     """Rows (or pages) of a store's arrays, and slots of each."""
-    tensor = next(iter(store.tensors.values()))
-    return tensor.parts[0].shape[1], tensor.parts[0].shape[2 + tensor.order.index("S")]
+    rows = jax.tree.leaves(store.tensors)[0].shape[1]
+    return rows, store.layout.shape(rows, rows)[1]

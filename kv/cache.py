@@ -150,7 +150,9 @@ def layout_of(spec: Spec, capacity: int, format: Format, windows: Sequence[int |
     window = effective_window(spec, capacity, format)
     if format.page_size is not None:
         return Paged(format.page_size, windows.index(window))
-    return Dense(capacity) if window is None else Ring(window + format.margin, window)
+    unit = max((packing.span for tensor in spec.tensors.values() for packing in format.packings(tensor) if packing is not None), default=1)
+    slots = -(-(capacity if window is None else window + format.margin) // unit) * unit
+    return Dense(slots, unit) if window is None else Ring(slots, window, unit)
 
 
 def default_pages(config: HasCacheLayers, batch: int, capacity: int, format: Format, chunk: int = 512) -> tuple[int, ...]:

@@ -5,7 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from kernels import Packing
 from kv.codec import QUANTIZED, Codec, Plain, Quantized
+from kv.types import TensorSpec
 from runtime import UserError
 
 
@@ -19,6 +21,8 @@ class Format:
       value_order: likewise. On CPU keys are "KHS" and values "KSH": both products of attention then read their right operand
         as it lies (several times faster for a few queries than "KSH" keys). On TPU, whose tiles are the last two axes, "SKH"
         appends without a temporary of the cache's size.
+      lanes: with "SKH" orders, numbers in a row of a tile: heads that do not fill it share a row with others (see `kernels.Packing`); None
+        keeps all heads apart. 128 on TPU.
       as_bits: store floats of 8 and 16 bits as unsigned integers, bit for bit. The CPU backend widens an array of such floats whole when it
         writes to it.
       group: channels of a head that share a scale; of the quantized formats.
@@ -29,6 +33,7 @@ class Format:
     dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable
     key_order: str = "KHS"
     value_order: str = "KSH"
+    lanes: int | None = None
     as_bits: bool = False
     group: int = 32
     page_size: int | None = None
@@ -38,6 +43,8 @@ class Format:
         for name in ("key_order", "value_order"):
             if sorted(value := getattr(self, name)) != ["H", "K", "S"]:
                 raise ValueError(f"{name}={value!r} is not an order of the axes S, K and H")
+        if self.lanes is not None and (self.key_order, self.value_order) != ("SKH", "SKH"):
+            raise ValueError(f"lanes={self.lanes} needs the orders 'SKH', not {self.key_order!r} and {self.value_order!r}")
         size = self.page_size
         if size is not None and (size < 1 or size & (size - 1)):
             near = 1 << max(size, 1).bit_length() - 1
@@ -54,7 +61,15 @@ class Format:
         dtype = np.dtype(dtype)
         if platform == "cpu":
             return cls(dtype, as_bits=dtype == jnp.bfloat16 or dtype in QUANTIZED, **more)
-        return cls(dtype, "SKH", "SKH", **more)
+        return cls(dtype, "SKH", "SKH", lanes=128 if platform == "tpu" else None, **more)
+
+    def packings(self, tensor: TensorSpec) -> tuple[Packing | None, ...]:
+        """How slots share rows in each of the arrays that store a tensor."""
+        parts = self.codec.parts(tensor.width)
+        if self.lanes is None:
+            return (None,) * len(parts)
+        most = min(64, self.page_size or 64)
+        return tuple(Packing.to_fill(self.lanes, tensor.heads, width, dtype.itemsize, most) for width, dtype in parts)
 
     @property
     def codec(self) -> Codec:

@@ -69,10 +69,8 @@ class LatentLayer(Layer):
         scores = jnp.where(positions <= limit[..., None], self._index_scores(query, step), -jnp.inf)
         best, chosen = jax.lax.top_k(scores, min(spec.top_k, positions.shape[0]))  # [B, T, k]; of equal ones the first
         chosen = jnp.where(best > -jnp.inf, chosen, -1).reshape(B, -1)
-        tensor = self.tensors["latent"]
-        parts = tuple(self.layout.gather(part, self.layer, tensor.order, step, jnp.maximum(chosen, 0)) for part in tensor.parts)
+        rows = self.tensors["latent"].gather(self.layer, self.layout, step, jnp.maximum(chosen, 0))  # [B, T * k, C + R]
         where = chosen.reshape(B * T, -1)
-        rows = tensor.codec.decode(parts, -1)  # [B, T * k, C + R]
         rows = rows.reshape(B * T, 1, where.shape[1], -1)
         rows = jnp.where(where[:, None, :, None] >= 0, rows, 0)
         one = Blocks(lambda _: (rows.swapaxes(2, 3), rows[..., : weights.w_uk.shape[2]], where), lambda first, last: (0, 1))

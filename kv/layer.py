@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from kernels import Blocks, blockwise_attention
+from kernels import Blocks, Packing, blockwise_attention
 from kv.codec import Codec
 from kv.format import Format
 from kv.layout import Layout, Reader, new_rows
@@ -21,28 +21,50 @@ class Tensor(struct.PyTreeNode):
     parts: tuple[jax.Array, ...]  # [L, B or P, ...], the rest in `order`: see `kv.codec`
     order: str = struct.field(pytree_node=False)
     codec: Codec = struct.field(pytree_node=False)
+    packings: tuple[Packing | None, ...] = struct.field(pytree_node=False)  # of each part: how slots share rows, [L, B or P, *shape]
 
     @classmethod
     def init(cls, spec: TensorSpec, lead: tuple[int, int], slots: int, format: Format) -> "Tensor":
-        order, codec = format.key_order if spec.key else format.value_order, format.codec
+        """All zeros, for `slots` slots, which `slots_per_row` must divide."""
+        order, codec, packings = format.key_order if spec.key else format.value_order, format.codec, format.packings(spec)
 
-        def zeros(width: int, dtype: Any) -> jax.Array:
+        def zeros(width: int, dtype: Any, packing: Packing | None) -> jax.Array:
+            if packing is not None:
+                return jnp.zeros((*lead, *packing.shape(slots)), dtype)
             size = {"S": slots, "K": spec.heads, "H": width}
             return jnp.zeros((*lead, *(size[axis] for axis in order)), dtype)
 
-        return cls(tuple(zeros(*part) for part in codec.parts(spec.width)), order, codec)
+        parts = (zeros(*part, packing) for part, packing in zip(codec.parts(spec.width), packings, strict=True))
+        return cls(tuple(parts), order, codec, packings)
 
     def write(self, new: jax.Array, layer: jax.Array | int, step: Step, layout: Layout) -> "Tensor":
         """With the rows new [B', T, K, H] written."""
         encoded = self.codec.encode(new)
         return self.replace(
-            parts=tuple(layout.write(part, rows, layer, step, self.order) for part, rows in zip(self.parts, encoded, strict=True))
+            parts=tuple(
+                layout.write(part, rows, layer, step, self.order, packing)
+                for part, rows, packing in zip(self.parts, encoded, self.packings, strict=True)
+            )
         )
 
     def block(self, reader: Reader, layer: jax.Array | int, index: jax.Array, wanted: str) -> jax.Array:
         """One block of slots: [B', ...], the rest in the `wanted` order."""
-        parts = tuple(reader.take(part, index, layer, self.order) for part in self.parts)
+
+        def take(part: jax.Array, packing: Packing | None) -> jax.Array:
+            if packing is None:
+                return reader.take(part, index, layer, self.order)
+            return packing.unpack(reader.take(part, index, layer, packing.order, packing.span))
+
+        parts = tuple(map(take, self.parts, self.packings))
         return self.codec.decode(parts, 1 + self.order.index("H")).transpose(0, *(1 + self.order.index(axis) for axis in wanted))
+
+    def gather(self, layer: jax.Array | int, layout: Layout, step: Step, positions: jax.Array) -> jax.Array:
+        """What is held of the one head of the tokens at `positions` int32 [B', J]: [B', J, numbers]."""
+        parts = tuple(
+            layout.gather(part, layer, self.order, step, positions, packing)
+            for part, packing in zip(self.parts, self.packings, strict=True)
+        )
+        return self.codec.decode(parts, -1)
 
     def as_stored(self, rows: jax.Array) -> jax.Array:
         """Rows [..., H] as they would be read back."""
@@ -68,8 +90,13 @@ class Layer(struct.PyTreeNode):
             name_of = {"S": axes.PAGE_SLOTS if shared else axes.SLOTS, "K": axes.KV_HEADS, "H": axes.HEAD_DIM}
             if name in ("latent", "index_k"):
                 name_of["K"] = axes.ONE
-            each = (axes.LAYERS, axes.PAGES if shared else axes.BATCH, *(name_of[axis] for axis in tensor.order))
-            return tensor.replace(parts=(each,) * len(tensor.parts))
+            lead = axes.LAYERS, axes.PAGES if shared else axes.BATCH
+            each = (*lead, *(name_of[axis] for axis in tensor.order))
+            lanes = axes.HEAD_DIM if name_of["K"] == axes.ONE else axes.KV_HEADS
+            packed = {"S": name_of["S"], "K": axes.ONE, "H": lanes}
+            return tensor.replace(
+                parts=tuple(each if packing is None else (*lead, *(packed[axis] for axis in packing.order)) for packing in tensor.packings)
+            )
 
         return self.replace(tensors={name: names(name, tensor) for name, tensor in self.tensors.items()})
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kernels import append, append_pages, append_ring
+from kernels import Packing, append, append_pages, append_ring, row_major
 from kv.types import Step
 
 BLOCK = 256  # slots read at a time: long enough to amortise a loop step, short enough to stay in the second-level cache
@@ -27,7 +27,7 @@ class Reader:
 
     Attributes:
       size: C, slots per block.
-      take: (array [L, B or P, ...], block index, layer, order) -> [B', ...], the rest in the same order.
+      take: (array [L, B or P, ...], block index, layer, order, n = 1) -> [B', ...], the rest in the same order; n slots per step along S.
       positions: block index -> int32 [1, C] or [B', C], as of `kernels.Blocks`.
       span: as of `kernels.Blocks`.
     """
@@ -43,6 +43,7 @@ class Dense:
     """Every row has a slot for each of its tokens."""
 
     capacity: int
+    unit: int = 1  # slots come in multiples of it, and blocks too
 
     kind = "dense"
     row_by_row = False
@@ -55,9 +56,11 @@ class Dense:
         """Whether all that the queries of a call of `length` tokens see is there once its tokens are written."""
         return True
 
-    def write(self, array: jax.Array, new: jax.Array, layer: jax.Array | int, step: Step, order: str) -> jax.Array:
+    def write(
+        self, array: jax.Array, new: jax.Array, layer: jax.Array | int, step: Step, order: str, packing: Packing | None = None
+    ) -> jax.Array:
         """The array [L, B or P, ...] with the rows new [B', T, K, H] written."""
-        return append(array, new, layer, step.rows, step.start, step.count, order)
+        return append(array, new, layer, step.rows, step.start, step.count, order, packing)
 
     def read(self, array: jax.Array, step: Step, size: int, order: str) -> jax.Array:
         """What an array holds of the step's first row from its start on: [L, ...], the rest in the array's order, S being `size` tokens.
@@ -68,7 +71,7 @@ class Dense:
 
     def reader(self, step: Step, after: bool) -> Reader:
         """Blocks of what is held after the step's tokens are written, or before."""
-        size = min(BLOCK, self.capacity)
+        size = min(_rounded(BLOCK, self.unit), self.capacity)
 
         def first(index):
             return jnp.minimum(index * size, self.capacity - size)
@@ -79,10 +82,12 @@ class Dense:
 
         return Reader(size, _taker(step, first, size), positions, _consecutive(size))
 
-    def gather(self, array: jax.Array, layer: jax.Array | int, order: str, step: Step, positions: jax.Array) -> jax.Array:
+    def gather(
+        self, array: jax.Array, layer: jax.Array | int, order: str, step: Step, positions: jax.Array, packing: Packing | None = None
+    ) -> jax.Array:
         """What an array of one head holds for the positions int32 [B', J]: [B', J, numbers per row]."""
         rows = jnp.arange(positions.shape[0]) if step.rows is None else step.rows
-        return _gather(array, layer, order, rows[:, None], positions)
+        return _gather(array, layer, order, rows[:, None], positions, packing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +96,7 @@ class Ring:
 
     slots: int
     window: int
+    unit: int = 1
 
     kind = "ring"
     row_by_row = False
@@ -101,8 +107,10 @@ class Ring:
     def reads_back(self, length: int) -> bool:
         return length <= self.slots - self.window + 1  # more would overwrite what the first query sees
 
-    def write(self, array: jax.Array, new: jax.Array, layer: jax.Array | int, step: Step, order: str) -> jax.Array:
-        return append_ring(array, new, layer, step.rows, step.start, step.count, order)
+    def write(
+        self, array: jax.Array, new: jax.Array, layer: jax.Array | int, step: Step, order: str, packing: Packing | None = None
+    ) -> jax.Array:
+        return append_ring(array, new, layer, step.rows, step.start, step.count, order, packing)
 
     def read(self, array: jax.Array, step: Step, size: int, order: str) -> jax.Array:
         """As of `Dense`; at most R tokens."""
@@ -111,8 +119,9 @@ class Ring:
         return jax.lax.slice_in_dim(jnp.roll(held, -(step.start[0] % self.slots), axis=axis), 0, size, axis=axis)
 
     def reader(self, step: Step, after: bool) -> Reader:
-        count = -(-self.slots // BLOCK)
-        size = self.slots // count if self.slots % count == 0 else BLOCK
+        size = _rounded(BLOCK, self.unit)
+        count = -(-self.slots // size)
+        size = self.slots // count if self.slots % (count * self.unit) == 0 else size
         end = step.start + step.count if after else step.start  # [B'], tokens held
 
         def first(index):
@@ -145,8 +154,10 @@ class Paged:
     def reads_back(self, length: int) -> bool:
         return True
 
-    def write(self, array: jax.Array, new: jax.Array, layer: jax.Array | int, step: Step, order: str) -> jax.Array:
-        return append_pages(array, new, layer, step.tables[self.group], step.start, step.count, order)
+    def write(
+        self, array: jax.Array, new: jax.Array, layer: jax.Array | int, step: Step, order: str, packing: Packing | None = None
+    ) -> jax.Array:
+        return append_pages(array, new, layer, step.tables[self.group], step.start, step.count, order, packing)
 
     def read(self, array: jax.Array, step: Step, size: int, order: str) -> jax.Array:
         """As of `Dense`."""
@@ -168,7 +179,7 @@ class Paged:
         def first(index):  # page of the table
             return jnp.minimum(index * pages, table.shape[1] - pages)
 
-        def take(array, index, layer, order):
+        def take(array, index, layer, order, n=1):  # pages are read whole, however many slots share a row
             numbers = jax.lax.dynamic_slice_in_dim(table, first(index), pages, axis=1)
             return _pages(array, layer, jnp.minimum(numbers, array.shape[1] - 1), order)
 
@@ -178,10 +189,12 @@ class Paged:
 
         return Reader(size, take, positions, _consecutive(size))
 
-    def gather(self, array: jax.Array, layer: jax.Array | int, order: str, step: Step, positions: jax.Array) -> jax.Array:
+    def gather(
+        self, array: jax.Array, layer: jax.Array | int, order: str, step: Step, positions: jax.Array, packing: Packing | None = None
+    ) -> jax.Array:
         """As of `Dense`."""
         pages = jnp.take_along_axis(step.tables[self.group], positions // self.page_size, axis=1)
-        return _gather(array, layer, order, jnp.minimum(pages, array.shape[1] - 1), positions % self.page_size)
+        return _gather(array, layer, order, jnp.minimum(pages, array.shape[1] - 1), positions % self.page_size, packing)
 
 
 Layout = Dense | Ring | Paged
@@ -212,21 +225,28 @@ def _consecutive(size: int) -> Callable[[jax.Array, jax.Array], tuple[jax.Array,
     return lambda first, last: (jnp.min(first) // size, (jnp.max(last) + size) // size)
 
 
-def _gather(array: jax.Array, layer: jax.Array | int, order: str, rows: jax.Array, slots: jax.Array) -> jax.Array:
+def _rounded(slots: int, unit: int) -> int:
+    return -(-slots // unit) * unit
+
+
+def _gather(array, layer, order, rows, slots, packing):
     rows, slots = jnp.broadcast_arrays(rows, slots)
+    if packing is not None:
+        several = packing.unpack_rows(array[layer, rows, *packing.at(slots)][..., None, :])  # [B', J, n, 1, W]
+        return jnp.take_along_axis(several, (slots % packing.slots)[..., None, None, None], axis=2)[:, :, 0, 0]
     where = {"S": slots, "K": 0, "H": slice(None)}
     return array[layer, rows, *(where[axis] for axis in order)]
 
 
 def _taker(step: Step, first: Callable[[jax.Array], jax.Array], size: int) -> Callable[..., jax.Array]:
-    return lambda array, index, layer, order: _slots(array, layer, step.rows, order, first(index), size)
+    return lambda array, index, layer, order, n=1: _slots(array, layer, step.rows, order, first(index) // n, size // n)
 
 
 def _slots(array: jax.Array, layer: jax.Array | int, rows: jax.Array | None, order: str, first: jax.Array, size: int) -> jax.Array:
     """Slots first..first+size of the given rows: [B', ...], the rest in the array's order."""
     slot_axis = 2 + order.index("S")
 
-    def part(row: jax.Array | int, count: int) -> jax.Array:
+    def part(array: jax.Array, row: jax.Array | int, count: int) -> jax.Array:
         corner = [layer, row, 0, 0, 0]
         corner[slot_axis] = first
         sizes = [1, count, *array.shape[2:]]
@@ -234,10 +254,17 @@ def _slots(array: jax.Array, layer: jax.Array | int, rows: jax.Array | None, ord
         return jax.lax.dynamic_slice(array, corner, sizes)[0]
 
     if rows is None:
-        return part(0, array.shape[1])
+        return part(array, 0, array.shape[1])
     if rows.shape[0] == 1:
-        return part(rows[0], 1)
-    return jax.vmap(lambda row: part(row, 1)[0])(rows)
+        return part(array, rows[0], 1)
+
+    def one_by_one(array: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.concatenate([row_major(part(array, rows[b], 1)) for b in range(rows.shape[0])])
+
+    def gathered(array: jax.Array, rows: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row: part(array, row, 1)[0])(rows)
+
+    return jax.lax.platform_dependent(array, rows, tpu=one_by_one, default=gathered)
 
 
 def _slots_of_row(array: jax.Array, row: jax.Array, order: str, first: jax.Array | int, size: int) -> jax.Array:
@@ -250,13 +277,19 @@ def _slots_of_row(array: jax.Array, row: jax.Array, order: str, first: jax.Array
 def _pages(pool: jax.Array, layer: jax.Array | int, numbers: jax.Array, order: str) -> jax.Array:
     """The pages int32 [B', n] of a pool, joined along the slots: [B', ...], the rest in the pool's order."""
 
-    def page(number: jax.Array) -> jax.Array:
+    def page(pool: jax.Array, number: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice(pool, [layer, number, 0, 0, 0], (1, 1, *pool.shape[2:]))[0, 0]
 
+    def joined(pool: jax.Array, numbers: jax.Array) -> jax.Array:
+        return jnp.concatenate([page(pool, numbers[0, i]) for i in range(n)], axis=at)[None]
+
+    def gathered(pool: jax.Array, numbers: jax.Array) -> jax.Array:
+        parts = jnp.moveaxis(pool[layer, numbers], 1, 1 + at)  # [B', ...], the pages before their slots
+        return parts.reshape(B, *(n * pool.shape[2 + i] if i == at else pool.shape[2 + i] for i in range(3)))
+
     B, n = numbers.shape
-    if B == 1:
-        return jnp.concatenate([page(numbers[0, i]) for i in range(n)], axis=order.index("S"))[None]
-    parts = jax.vmap(jax.vmap(page))(numbers)  # [B', n, ...]
     at = order.index("S")
-    parts = jnp.moveaxis(parts, 1, 1 + at)  # the pages before their slots
-    return parts.reshape(B, *(n * pool.shape[2 + i] if i == at else pool.shape[2 + i] for i in range(3)))
+    if B > 1:
+        return gathered(pool, numbers)
+    # The CPU backend gathers slowly. A TPU's compiler turns the whole pool over to suit what is joined.
+    return jax.lax.platform_dependent(pool, numbers, cpu=joined, default=gathered)
