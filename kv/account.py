@@ -6,7 +6,7 @@ import math
 import jax
 import numpy as np
 
-from kv.cache import Cache, HasCacheLayers, Spec, effective_window, init
+from kv.cache import Cache, HasCacheLayers, Spec, init, page_groups
 from kv.format import Format
 
 
@@ -28,13 +28,19 @@ def held_bytes(config: HasCacheLayers, tokens: float, format: Format) -> float:
 
 def page_bytes(config: HasCacheLayers, window: int | None, capacity: int, format: Format) -> int:
     """Bytes of one page of the page group with this window, over its layers."""
-    layers = [spec for spec in config.cache_layers if effective_window(spec, capacity, format) == window]
-    return format.page_size * sum(_row_bytes(spec, format) for spec in layers)
+    windows = page_groups(config, capacity, format)
+    shapes = jax.eval_shape(lambda: init(config, 1, capacity, format, (1,) * len(windows)))
+    stores = [store for store in shapes.stores if store.layout.group == windows.index(window)]
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(stores))
 
 
 def _row_bytes(spec: Spec, format: Format) -> int:
-    codec = format.codec
-    return sum(tensor.heads * sum(width * dtype.itemsize for width, dtype in codec.parts(tensor.width)) for tensor in spec.tensors.values())
+    """Of one layer and token; where slots share rows, with their part of what pads these."""
+    total = 0
+    for tensor in spec.tensors.values():
+        for (width, dtype), packing in zip(format.codec.parts(tensor.width), format.packings(tensor), strict=True):
+            total += dtype.itemsize * (tensor.heads * width if packing is None else -(-packing.lanes // packing.slots))
+    return total
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,6 +69,14 @@ class Dense:
         """
         return _slots_of_row(array, step.rows[0], order, step.start[0], size)
 
+    def in_steps_of(self, n: int) -> "Dense":
+        """The layout of arrays in which n slots share a row."""
+        return Dense(self.capacity // n)
+
+    def steps_per_row(self, tables: tuple[jax.Array, ...], n: int) -> int:
+        """Steps of n slots that a row can have."""
+        return self.capacity // n
+
     def reader(self, step: Step, after: bool) -> Reader:
         """Blocks of what is held after the step's tokens are written, or before."""
         size = min(_rounded(BLOCK, self.unit), self.capacity)
@@ -117,6 +125,14 @@ class Ring:
         axis = 1 + order.index("S")
         held = _slots_of_row(array, step.rows[0], order, 0, self.slots)
         return jax.lax.slice_in_dim(jnp.roll(held, -(step.start[0] % self.slots), axis=axis), 0, size, axis=axis)
+
+    def in_steps_of(self, n: int) -> "Ring":
+        """As of `Dense`."""
+        return Ring(self.slots // n, self.window)
+
+    def steps_per_row(self, tables: tuple[jax.Array, ...], n: int) -> int:
+        """As of `Dense`."""
+        return self.slots // n
 
     def reader(self, step: Step, after: bool) -> Reader:
         size = _rounded(BLOCK, self.unit)
@@ -170,6 +186,14 @@ class Paged:
         parts = jnp.moveaxis(parts, 0, 1 + at)  # [L, ...], the pages before their slots
         joined = parts.reshape(array.shape[0], *(-1 if axis == "S" else array.shape[2 + i] for i, axis in enumerate(order)))
         return jax.lax.dynamic_slice_in_dim(joined, step.start[0] % self.page_size, size, axis=1 + at)
+
+    def in_steps_of(self, n: int) -> "Paged":
+        """As of `Dense`."""
+        return Paged(self.page_size // n, self.group)
+
+    def steps_per_row(self, tables: tuple[jax.Array, ...], n: int) -> int:
+        """As of `Dense`."""
+        return tables[self.group].shape[1] * (self.page_size // n)
 
     def reader(self, step: Step, after: bool) -> Reader:
         table = step.tables[self.group]  # [B', M]

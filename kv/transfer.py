@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels import Packing
 from kv.cache import Cache
 from kv.export import Export, array_names, describe, verify
-from kv.layer import Layer, Tensor
+from kv.layer import Layer
 from kv.types import Step
 from runtime import UserError, program
 
@@ -94,11 +95,20 @@ def fetch_tokens(
     """The `size` tokens of a row from position `start` on: of each tensor its arrays [L, size, K, numbers]; anything where none is held."""
     step = _step(tables, row, start, size)
 
-    def fetched(tensor: Tensor) -> tuple[jax.Array, ...]:
-        axes = (0, *(1 + tensor.order.index(axis) for axis in "SKH"))
-        return tuple(store.layout.read(part, step, size, tensor.order).transpose(axes) for part in tensor.parts)
+    def fetched(part: jax.Array, packing: Packing | None, order: str) -> jax.Array:
+        if packing is None:
+            return store.layout.read(part, step, size, order).transpose(0, *(1 + order.index(axis) for axis in "SKH"))
+        n = packing.span
+        steps = min(-(-size // n) + 1, store.layout.steps_per_row(tables, n))
+        rows = store.layout.in_steps_of(n).read(part, step.replace(start=step.start // n), steps, packing.order)
+        rows = packing.unpack(rows)  # [L, steps * n, K, numbers]
+        rows = jnp.concatenate([rows, rows[:, :n]], axis=1)  # a ring goes on where it began; elsewhere nothing is held there
+        return jax.lax.dynamic_slice_in_dim(rows, step.start[0] % n, size, axis=1)
 
-    return {name: fetched(tensor) for name, tensor in store.tensors.items()}
+    return {
+        name: tuple(fetched(part, packing, tensor.order) for part, packing in zip(tensor.parts, tensor.packings, strict=True))
+        for name, tensor in store.tensors.items()
+    }
 
 
 @program(donated=("store",))
@@ -113,14 +123,19 @@ def store_tokens(
     """The store (donated) with the first `count` tokens of `rows`, as of `fetch_tokens`, written to a row from position `start` on."""
     step = _step(tables, row, start, count)
 
-    def stored(part: jax.Array, new: jax.Array, order: str) -> jax.Array:
+    def stored(part: jax.Array, new: jax.Array, order: str, packing: Packing | None) -> jax.Array:
         def write(layer: jax.Array, part: jax.Array) -> jax.Array:
-            return store.layout.write(part, new[layer][None], layer, step, order)
+            return store.layout.write(part, new[layer][None], layer, step, order, packing)
 
         return jax.lax.fori_loop(0, part.shape[0], write, part)
 
     tensors = {
-        name: tensor.replace(parts=tuple(stored(part, new, tensor.order) for part, new in zip(tensor.parts, rows[name], strict=True)))
+        name: tensor.replace(
+            parts=tuple(
+                stored(part, new, tensor.order, packing)
+                for part, new, packing in zip(tensor.parts, rows[name], tensor.packings, strict=True)
+            )
+        )
         for name, tensor in store.tensors.items()
     }
     return store.replace(tensors=tensors)

@@ -27,6 +27,8 @@ LAYOUTS = {
     "ring, wide, as on TPU": {"margin": 11, "key_order": "SKH", "value_order": "SKH"},
     "pages of 4": {"margin": 3, "page_size": 4},
     "pages of 16, as on TPU": {"margin": 11, "page_size": 16, "key_order": "SKH", "value_order": "SKH"},
+    "ring, packed as on TPU": {"margin": 11, "key_order": "SKH", "value_order": "SKH", "lanes": 32},
+    "pages of 16, packed as on TPU": {"margin": 11, "page_size": 16, "key_order": "SKH", "value_order": "SKH", "lanes": 32},
 }
 CODECS = {
     "f32": {"dtype": np.dtype(np.float32)},
@@ -70,13 +72,19 @@ def filled(layers: Layers, format: kv.Format, seed: int = 0, lengths=(CAPACITY,)
 def stored(cache: kv.Cache) -> list[dict[str, list[np.ndarray]]]:
     """Of each store and tensor the arrays [L, B or P, S, K, numbers], as copies of their bytes."""
 
-    def by_slot(array: jax.Array, order: str) -> np.ndarray:
+    def by_slot(array: jax.Array, order: str, packing: Any) -> np.ndarray:
         bits = np.array(array)
         bits = bits.view(f"u{bits.dtype.itemsize}")
+        if packing is not None:
+            return np.array(packing.unpack(jnp.asarray(bits)))
         return bits.transpose(0, 1, *(2 + order.index(axis) for axis in "SKH"))
 
     return [
-        {name: [by_slot(part, tensor.order) for part in tensor.parts] for name, tensor in store.tensors.items()} for store in cache.stores
+        {
+            name: [by_slot(part, tensor.order, packing) for part, packing in zip(tensor.parts, tensor.packings, strict=True)]
+            for name, tensor in store.tensors.items()
+        }
+        for store in cache.stores
     ]
 
 

@@ -101,7 +101,8 @@ def test_every_array_names_each_of_its_axes(orders, more):
 
 def test_the_memory_order_follows_the_platform():
     assert kv.Format.for_platform("cpu", np.dtype(np.float32)) == kv.Format(np.dtype(np.float32), "KHS", "KSH")
-    assert kv.Format.for_platform("tpu", np.dtype(jnp.bfloat16)) == kv.Format(np.dtype(jnp.bfloat16), "SKH", "SKH")
+    assert kv.Format.for_platform("tpu", np.dtype(jnp.bfloat16)) == kv.Format(np.dtype(jnp.bfloat16), "SKH", "SKH", lanes=128)
+    assert kv.Format.for_platform("gpu", np.dtype(jnp.bfloat16)) == kv.Format(np.dtype(jnp.bfloat16), "SKH", "SKH")
     assert kv.Format.for_platform("cpu", np.dtype(jnp.bfloat16)) == kv.Format(np.dtype(jnp.bfloat16), "KHS", "KSH", as_bits=True)
     assert kv.Format.for_platform("cpu", INT8, margin=5) == kv.Format(INT8, "KHS", "KSH", as_bits=True, margin=5)
 
