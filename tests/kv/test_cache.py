@@ -65,7 +65,7 @@ def test_every_array_names_each_of_its_axes(orders):
 
 def test_the_memory_order_follows_the_platform():
     assert kv.Format.for_platform("cpu", np.dtype(np.float32)) == kv.Format(np.dtype(np.float32), "KHS", "KSH")
-    assert kv.Format.for_platform("tpu", np.dtype(jnp.bfloat16)) == kv.Format(np.dtype(jnp.bfloat16), "SKH", "SKH")
+    assert kv.Format.for_platform("tpu", np.dtype(jnp.bfloat16)) == kv.Format(np.dtype(jnp.bfloat16), "SKH", "SKH", lanes=128)
 
     assert kv.Format.for_platform("cpu", np.dtype(jnp.bfloat16)) == kv.Format(np.dtype(jnp.bfloat16), "KHS", "KSH", as_bits=True)
 
