@@ -53,9 +53,9 @@ KINDS = [
 
 
 def assert_in_place(compiled, scores: int = 0) -> None:
-    """`scores`: f32 numbers per slot that the program has to hold."""
+    """`scores`: f32 numbers that the program has to hold besides."""
     assert compiled.nbytes <= compiled.aliased < 1.001 * compiled.nbytes + 2**20  # not padded; and decode's small state
-    assert compiled.temporaries < 0.02 * compiled.nbytes + 4 * CAPACITY * scores
+    assert compiled.temporaries < 0.02 * compiled.nbytes + 4 * scores
     assert compiled.copies == []
 
 
@@ -69,8 +69,10 @@ def assert_in_place(compiled, scores: int = 0) -> None:
 )
 def test_a_program_writes_to_the_cache_in_place_and_the_cache_is_not_padded(chip, kept, page_size, dtype, program):
     format = kv.Format.for_platform("tpu", DTYPES[dtype], page_size=page_size)
+    # With more slots than this, a chunk's queries gather the rows of their choice one by one, CHUNK * top_k of them at once.
+    capacity = 32768 if kept == "sparse" and program == "prefill" else CAPACITY
     queries = {"decode": BATCH, "prefill": CHUNK}[program] if kept == "sparse" else 0
-    assert_in_place(compiled(program, chip, KEPT[kept], CAPACITY, format), scores=4 * queries)
+    assert_in_place(compiled(program, chip, KEPT[kept], capacity, format), scores=4 * queries * capacity)
 
 
 @pytest.mark.parametrize(
