@@ -19,12 +19,15 @@ from kv.layer import Layer
 from kv.types import LatentQuery, LatentWeights
 
 
+GATHERING = 16  # queries of a call whose chosen rows are gathered, `top_k` for each: more would take more memory than a mask
+
+
 class LatentLayer(Layer):
     """Latent rows: queries are `LatentQuery`, new rows `LatentRow`, weights `LatentWeights`."""
 
     def answer(self, query, new, step, spec, weights):
         length, top_k = query.nope.shape[1], spec.top_k
-        if top_k is not None and length * top_k <= self._positions(step):
+        if top_k is not None and length <= GATHERING and length * top_k <= self._positions(step):
             return self._sparse(query, step, spec, weights)
         allowed, limit = None, step.limit(length)
         if top_k is not None:

@@ -69,7 +69,7 @@ def assert_in_place(compiled, scores: int = 0) -> None:
 )
 def test_a_program_writes_to_the_cache_in_place_and_the_cache_is_not_padded(chip, kept, page_size, dtype, program):
     format = kv.Format.for_platform("tpu", DTYPES[dtype], page_size=page_size)
-    # With more slots than this, a chunk's queries gather the rows of their choice one by one, CHUNK * top_k of them at once.
+    # The scores of a chunk's queries take half a gigabyte with so many slots, more than the cache that is to be seen beside them.
     capacity = 32768 if kept == "sparse" and program == "prefill" else CAPACITY
     queries = {"decode": BATCH, "prefill": CHUNK}[program] if kept == "sparse" else 0
     assert_in_place(compiled(program, chip, KEPT[kept], capacity, format), scores=4 * queries * capacity)
