@@ -18,7 +18,6 @@ from kernels.attention import Blocks
 from kv.layer import Layer
 from kv.types import LatentQuery, LatentWeights
 
-
 GATHERING = 16  # queries of a call whose chosen rows are gathered, `top_k` for each: more would take more memory than a mask
 
 
