@@ -245,7 +245,8 @@ def commit(case: Mistake, folder: pathlib.Path, tiny, cli_in) -> tuple[object, b
 @pytest.fixture(scope="module")
 def committed(request, tmp_path_factory, tiny, cli_in):
     """committed(case): its result. All that were selected run beforehand, as many at a time as there are cores."""
-    cases = [item.callspec.params["case"] for item in request.session.items if "committed" in getattr(item, "fixturenames", ())]
+    own = [item for item in request.session.items if item.getparent(pytest.Module) is request.node]
+    cases = [item.callspec.params["case"] for item in own if "committed" in item.fixturenames]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {case: pool.submit(commit, case, tmp_path_factory.mktemp("mistake"), tiny, cli_in) for case in cases}
         yield lambda case: futures[case].result()
