@@ -128,6 +128,7 @@ def test_a_row_goes_back_by_the_margin_and_by_more_only_if_it_starts_anew(window
         batch.start(0, PROMPTS[0][17:], OPTIONS[0], held=PROMPTS[0][:17])
 
 
+@pytest.mark.slow
 def test_a_chat_that_would_go_back_too_far_is_read_anew(windowed, ascii_option):
     def second_turn(margin):
         chat = Conversation(stored(windowed, margin=margin), ascii_option, capacity=64, steps=4)
