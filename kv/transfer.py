@@ -99,11 +99,14 @@ def fetch_tokens(
         if packing is None:
             return store.layout.read(part, step, size, order).transpose(0, *(1 + order.index(axis) for axis in "SKH"))
         n = packing.span
-        steps = min(-(-size // n) + 1, store.layout.steps_per_row(tables, n))
-        rows = store.layout.in_steps_of(n).read(part, step.replace(start=step.start // n), steps, packing.order)
+        most = store.layout.steps_per_row(tables, n)
+        steps, first = min(-(-size // n) + 1, most), step.start // n
+        if store.layout.kind == "dense":
+            first = jnp.minimum(first, most - steps)  # nothing is read past the last slot
+        rows = store.layout.in_steps_of(n).read(part, step.replace(start=first), steps, packing.order)
         rows = packing.unpack(rows)  # [L, steps * n, K, numbers]
         rows = jnp.concatenate([rows, rows[:, :n]], axis=1)  # a ring goes on where it began; elsewhere nothing is held there
-        return jax.lax.dynamic_slice_in_dim(rows, step.start[0] % n, size, axis=1)
+        return jax.lax.dynamic_slice_in_dim(rows, step.start[0] - first[0] * n, size, axis=1)
 
     return {
         name: tuple(fetched(part, packing, tensor.order) for part, packing in zip(tensor.parts, tensor.packings, strict=True))

@@ -71,7 +71,7 @@ BITS, FLOATS = ("pages of 4", "pages of 16, packed as on TPU"), ("dense", "pages
 OFTEN = [
     ("windows", "int8", BITS),
     ("windows", "bf16", FLOATS),
-    ("windows", "int4", BITS),
+    ("windows", "int4", ("ring, packed as on TPU", "ring")),
     ("windows", "fp8", FLOATS),
     ("latent", "int8", BITS),
 ]
