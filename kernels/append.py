@@ -65,14 +65,14 @@ def append(
         corner[2 + slot_axis] = first
         size = list(buffer.shape)
         size[0], size[1], size[2 + slot_axis] = 1, 1, width
-        old = jax.lax.dynamic_slice(buffer, corner, size)
+        old = row_major(jax.lax.dynamic_slice(buffer, corner, size))
         token = first + jnp.arange(width) - start[b]  # which new token each slot of this window would hold
         keep = (token >= 0) & (token < count[b])
         # Only a chunk that ends past the last slot is moved; without the branch every element of every chunk pays for it.
         shift = start[b] - first
         moved = jax.lax.cond(shift == 0, lambda part: part, lambda part: jnp.roll(part, shift, axis=slot_axis), new[b])
         mask = jnp.expand_dims(keep, [axis for axis in range(3) if axis != slot_axis])
-        return jax.lax.dynamic_update_slice(buffer, jnp.where(mask, moved[None, None], old), corner)
+        return row_major(jax.lax.dynamic_update_slice(buffer, jnp.where(mask, moved[None, None], old), corner))
 
     return write(0, buffer) if B == 1 else jax.lax.fori_loop(0, B, write, buffer)
 
@@ -97,7 +97,7 @@ def _append_packed(buffer, new, layer, index, start, count, packing):
         here = jax.lax.dynamic_slice(around[b], (skipped + width, 0, 0), (width, *new.shape[2:]))
         keep = jnp.broadcast_to(((token >= 0) & (token < count[b]))[:, None, None], here.shape)
         merged = row_major(jnp.where(packing.pack(keep)[None, None], packing.pack(here)[None, None], old))
-        return jax.lax.dynamic_update_slice(buffer, merged, corner)
+        return row_major(jax.lax.dynamic_update_slice(buffer, merged, corner))
 
     return write(0, buffer) if new.shape[0] == 1 else jax.lax.fori_loop(0, new.shape[0], write, buffer)
 
@@ -164,13 +164,8 @@ def append_pages(
     pages, size = pool.shape[1], _slots(pool, order, packing)
     if T == 1:
         page = jnp.take_along_axis(table, jnp.minimum(start // size, table.shape[1] - 1)[:, None], axis=1)[:, 0]
-        page = jnp.where((count > 0) & (start < table.shape[1] * size), page, pages)  # a page that does not exist
-        slot = start % size
-        if packing is not None:
-            return _put(pool, new[:, 0].astype(pool.dtype), layer, page, slot, packing)
-        where = tuple(slot if axis == "S" else slice(None) for axis in order)
-        heads = new[:, 0] if order.index("K") < order.index("H") else new[:, 0].swapaxes(1, 2)
-        return pool.at[layer, page, *where].set(heads.astype(pool.dtype), mode="drop")
+        page = jnp.where(start < table.shape[1] * size, page, pages)  # past the table: a page that does not exist
+        return append(pool, new, layer, page, start % size, count, order, packing)
 
     touched = -(-(T - 1) // size) + 1  # pages that T tokens reach into at most
     number = start[:, None] // size + jnp.arange(touched)  # [B', J], along the table
@@ -189,8 +184,7 @@ def append_pages(
     def write(index, pool):
         b, j = index // touched, index % touched
         corner = [layer, jnp.minimum(page[b, j], pages - 1), 0, 0, 0]
-        old = jax.lax.dynamic_slice(pool, corner, (1, 1, *pool.shape[2:]))
-        mask = keep[b, j]
-        return jax.lax.dynamic_update_slice(pool, jnp.where(mask, parts[b, j][None, None], old), corner)
+        old = row_major(jax.lax.dynamic_slice(pool, corner, (1, 1, *pool.shape[2:])))
+        return row_major(jax.lax.dynamic_update_slice(pool, jnp.where(keep[b, j], parts[b, j][None, None], old), corner))
 
     return jax.lax.fori_loop(0, B * touched, write, pool)

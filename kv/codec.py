@@ -70,8 +70,8 @@ class Quantized:
             fitting = max(size for size in (16, 8, 4, 2) if width % size == 0) if width % 2 == 0 else None
             remedy = f"give a group of {fitting} (--kv_group={fitting}) or " if fitting and fitting < self.group else "use "
             raise UserError(
-                f"heads of {width} channels can't be split into the groups of {self.group} that share a scale in a {self.dtype.name} "
-                f"cache: {remedy}--kv=bf16"
+                f"heads of {width} channels can't be split into the groups of {self.group} that share a scale in a cache of "
+                f"{self.dtype.name}: {remedy}--kv=bf16"
             )
         scales = width // self.group, _stored(SCALE, self.as_bits)
         if self.dtype == INT4:

@@ -13,8 +13,7 @@ tokens expanded.
 import jax
 import jax.numpy as jnp
 
-from kernels import attention, blockwise_attention, blockwise_index_scores, head_matmul, index_scores, matmul, top_slots
-from kernels.attention import Blocks
+from kernels import Blocks, attention, blockwise_attention, blockwise_index_scores, head_matmul, index_scores, matmul, top_slots
 from kv.layer import Layer
 from kv.types import LatentQuery, LatentWeights
 

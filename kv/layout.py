@@ -73,9 +73,11 @@ class Dense:
         """The layout of arrays in which n slots share a row."""
         return Dense(self.capacity // n)
 
-    def steps_per_row(self, tables: tuple[jax.Array, ...], n: int) -> int:
-        """Steps of n slots that a row can have."""
-        return self.capacity // n
+    def steps_for(self, start: jax.Array, size: int, n: int) -> tuple[jax.Array, int]:
+        """Which steps of n slots have `size` tokens from position `start` on: the first, and how many; none past what the layout has."""
+        most = self.capacity // n
+        steps = min(-(-size // n) + 1, most)
+        return jnp.minimum(start // n, most - steps), steps
 
     def reader(self, step: Step, after: bool) -> Reader:
         """Blocks of what is held after the step's tokens are written, or before."""
@@ -130,9 +132,9 @@ class Ring:
         """As of `Dense`."""
         return Ring(self.slots // n, self.window)
 
-    def steps_per_row(self, tables: tuple[jax.Array, ...], n: int) -> int:
-        """As of `Dense`."""
-        return self.slots // n
+    def steps_for(self, start: jax.Array, size: int, n: int) -> tuple[jax.Array, int]:
+        """As of `Dense`; with all steps, the last one goes on in the first."""
+        return start // n, min(-(-size // n) + 1, self.slots // n)
 
     def reader(self, step: Step, after: bool) -> Reader:
         size = _rounded(BLOCK, self.unit)
@@ -191,9 +193,9 @@ class Paged:
         """As of `Dense`."""
         return Paged(self.page_size // n, self.group)
 
-    def steps_per_row(self, tables: tuple[jax.Array, ...], n: int) -> int:
+    def steps_for(self, start: jax.Array, size: int, n: int) -> tuple[jax.Array, int]:
         """As of `Dense`."""
-        return tables[self.group].shape[1] * (self.page_size // n)
+        return start // n, -(-size // n) + 1
 
     def reader(self, step: Step, after: bool) -> Reader:
         table = step.tables[self.group]  # [B', M]
@@ -270,7 +272,7 @@ def _slots(array: jax.Array, layer: jax.Array | int, rows: jax.Array | None, ord
     """Slots first..first+size of the given rows: [B', ...], the rest in the array's order."""
     slot_axis = 2 + order.index("S")
 
-    def part(array: jax.Array, row: jax.Array | int, count: int) -> jax.Array:
+    def part(array: jax.Array, row: jax.Array | int, count: int = 1) -> jax.Array:
         corner = [layer, row, 0, 0, 0]
         corner[slot_axis] = first
         sizes = [1, count, *array.shape[2:]]
@@ -278,16 +280,16 @@ def _slots(array: jax.Array, layer: jax.Array | int, rows: jax.Array | None, ord
         return jax.lax.dynamic_slice(array, corner, sizes)[0]
 
     if rows is None:
-        return part(array, 0, array.shape[1])
-    if rows.shape[0] == 1:
-        return part(array, rows[0], 1)
+        return row_major(part(array, 0, array.shape[1]))
 
     def one_by_one(array: jax.Array, rows: jax.Array) -> jax.Array:
-        return jnp.concatenate([row_major(part(array, rows[b], 1)) for b in range(rows.shape[0])])
+        return jnp.concatenate([row_major(part(array, rows[b])) for b in range(rows.shape[0])])
 
     def gathered(array: jax.Array, rows: jax.Array) -> jax.Array:
-        return jax.vmap(lambda row: part(array, row, 1)[0])(rows)
+        return jax.vmap(lambda row: part(array, row)[0])(rows)
 
+    if rows.shape[0] == 1:
+        return one_by_one(array, rows)
     return jax.lax.platform_dependent(array, rows, tpu=one_by_one, default=gathered)
 
 

@@ -99,10 +99,7 @@ def fetch_tokens(
         if packing is None:
             return store.layout.read(part, step, size, order).transpose(0, *(1 + order.index(axis) for axis in "SKH"))
         n = packing.span
-        most = store.layout.steps_per_row(tables, n)
-        steps, first = min(-(-size // n) + 1, most), step.start // n
-        if store.layout.kind == "dense":
-            first = jnp.minimum(first, most - steps)  # nothing is read past the last slot
+        first, steps = store.layout.steps_for(step.start, size, n)
         rows = store.layout.in_steps_of(n).read(part, step.replace(start=first), steps, packing.order)
         rows = packing.unpack(rows)  # [L, steps * n, K, numbers]
         rows = jnp.concatenate([rows, rows[:, :n]], axis=1)  # a ring goes on where it began; elsewhere nothing is held there

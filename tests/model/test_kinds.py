@@ -20,6 +20,7 @@ import kv.layout
 from model import decode_step, prefill
 from tests.model.kinds import BF16, CAPACITY, FP8, INT4, INT8, KINDS, MARGIN, WINDOW, B, Course, Pages, T
 
+pytestmark = pytest.mark.usefixtures("short_blocks")
 QUICK = ("gqa-ring", "gqa-paged", "gqa-ring-int8")  # what is new in the others is in these, or in the tests of kv and of kernels, too
 
 
@@ -29,14 +30,6 @@ def every(names=KINDS, quick=QUICK):
 
 LOSSY = [name for name, kind in KINDS.items() if not kind.exact]
 PAGED = [name for name, kind in KINDS.items() if kind.format.page_size]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_blocks():
-    """Attention reads 16 slots at a time, so that 24 tokens take two blocks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv.layout, "BLOCK", 16)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -14,19 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kv
-import kv.layout
 from model import ModelConfig, Transformer, decode_step, init_params, prefill
 from tests.model.hybrids import CONFIGS, random_params
 
+pytestmark = pytest.mark.usefixtures("short_blocks")
 B, CAPACITY, T = 3, 40, 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_blocks():
-    """Attention reads 16 slots at a time, so that 24 tokens take two blocks, and the last of 40 slots' three begins early."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv.layout, "BLOCK", 16)
-        yield
 
 
 @pytest.fixture(scope="module")
