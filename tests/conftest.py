@@ -1,5 +1,6 @@
 """Fixtures for every room."""
 
+import gc
 import json
 import pathlib
 
@@ -13,6 +14,20 @@ from model import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, Rope, in
 jax.config.update("jax_default_matmul_precision", "highest")  # the precision that the laws' tolerances name
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+MAPS = pathlib.Path("/proc/self/maps")
+MAX_MAPS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Drops compiled programs after a module that leaves many: each takes parts of a process's memory map, of which Linux allows 65,530,
+    and a compile that finds none left is a segmentation fault."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MAX_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
