@@ -26,12 +26,15 @@ class AttentionConfig:
     qk_norm: str | None = None  # RMSNorm of q and k before the rotation: "head" over each head, "full" over all heads at once
     qkv_bias: bool = False
     out_bias: bool = False
+    kv_copies: int = 1  # times that each KV head of the checkpoint stands, one beside the other; num_kv_heads counts all of them
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: the checkpoint's metadata is damaged"
             )
+        if self.kv_copies < 1 or self.num_kv_heads % self.kv_copies:
+            raise UserError(f"num_kv_heads {self.num_kv_heads} is not a multiple of kv_copies {self.kv_copies}: the metadata is damaged")
         if self.rope is not None and self.rope.dim > self.head_dim:
             raise UserError(f"rotary embedding of {self.rope.dim} elements does not fit head_dim {self.head_dim}: the metadata is damaged")
         if self.window is not None and self.window < 1:
@@ -149,6 +152,11 @@ class ModelConfig:
     context_length: int  # tokens: the longest position that the model was trained on
     embedding_scale: float = 1.0  # multiplies the embedding
     final_softcap: float | None = None  # of the logits
+    vocab_padding: int = 0  # of the V rows of embedding and head, the last ones that stand for no token and are never sampled
+
+    def __post_init__(self):
+        if not 0 <= self.vocab_padding < self.vocab_size:
+            raise UserError(f"vocab_padding {self.vocab_padding} is not within 0 to vocab_size {self.vocab_size}: the metadata is damaged")
 
     @property
     def cache_layers(self) -> tuple[kv.LayerSpec | kv.LatentSpec, ...]:

@@ -17,6 +17,9 @@ from model.weights import is_matrix, scaled_normal, weight
 from sharding import axes
 
 
+NEVER = -1e30  # the logit of a row that stands for no token; finite, so that differences of two are no nan
+
+
 class Transformer(nn.Module):
     """Tokens in, logits out; the cache goes through.
 
@@ -64,7 +67,10 @@ class Transformer(nn.Module):
         if not c.tie_embeddings:
             head = weight(self, "head", (c.vocab_size, c.width), (axes.VOCAB, axes.EMBED), scaled_normal(1))
         out = matmul(x, head).astype(jnp.float32)
-        return (out if c.final_softcap is None else c.final_softcap * jnp.tanh(out / c.final_softcap)), cache
+        out = out if c.final_softcap is None else c.final_softcap * jnp.tanh(out / c.final_softcap)
+        if c.vocab_padding:
+            out = jnp.where(jnp.arange(c.vocab_size) < c.vocab_size - c.vocab_padding, out, NEVER)
+        return out, cache
 
 
 @functools.partial(jax.jit, static_argnames=("block",))

@@ -1,5 +1,22 @@
-"""Floor 0: logical axis names (`sharding.axes`)."""
+"""Floor 0: logical axis names (`sharding.axes`), meshes, and the rules that place arrays on them."""
+
+import importlib
+from typing import Any
 
 from sharding import axes
+from sharding.mesh import MESH_AXES, format_mesh, make_mesh, parse_mesh
 
-__all__ = ["axes"]
+_MODULES = {
+    "Placement": "sharding.placement",
+    "STRATEGIES": "sharding.rules",
+    "rules_for": "sharding.rules",
+}
+
+__all__ = ["MESH_AXES", "axes", "format_mesh", "make_mesh", "parse_mesh", *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports JAX only when something that needs it is asked for: a mesh must be read before JAX counts its devices."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -4,6 +4,7 @@ The single letters are the house alphabet that comments and einsums use.
 """
 
 BATCH = "batch"  # B: rows of the batch
+TOKENS = "tokens"  # T: the new tokens of a row
 SLOTS = "slots"  # S: cache slots of a row
 PAGES = "pages"  # P: pages of a pool
 PAGE_SLOTS = "page_slots"  # C: tokens of a page
@@ -13,6 +14,7 @@ EMBED = "embed"  # D: the model's width
 KV_HEADS = "kv_heads"  # K
 Q_PER_KV = "q_per_kv"  # G: query heads that share one KV head
 QKV = "qkv"  # G + 2: the query heads of one KV head, then its key, then its value
+HEADS = "heads"  # N: query heads, those of a KV head side by side
 HEAD_DIM = "head_dim"  # H
 GATE_UP = "gate_up"  # 2: gate, up
 MLP = "mlp"  # F
