@@ -155,7 +155,7 @@ class ModelConfig:
     vocab_padding: int = 0  # of the V rows of embedding and head, the last ones that stand for no token and are never sampled
 
     def __post_init__(self):
-        if not 0 <= self.vocab_padding < self.vocab_size:
+        if self.vocab_padding and not 0 < self.vocab_padding < self.vocab_size:
             raise UserError(f"vocab_padding {self.vocab_padding} is not within 0 to vocab_size {self.vocab_size}: the metadata is damaged")
 
     @property

@@ -16,7 +16,6 @@ from model.rope import Rope, rope_table
 from model.weights import is_matrix, scaled_normal, weight
 from sharding import axes
 
-
 NEVER = -1e30  # the logit of a row that stands for no token; finite, so that differences of two are no nan
 
 
