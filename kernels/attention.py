@@ -32,6 +32,8 @@ class Scoring:
       softcap: scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118).
       sinks: f32 [N], one more logit per head that takes probability and has no value (gpt-oss, arXiv 2508.10925).
       allowed: bool [B, T, S], positions that a query may see besides; None allows all.
+      spread: inside `jax.shard_map`, the mesh axes over which positions are spread: every device has some of them, and partial answers are
+        merged by their log-sum-exp. All devices answer alike.
     """
 
     scale: float
@@ -39,6 +41,7 @@ class Scoring:
     softcap: float | None = None
     sinks: jax.Array | None = None
     allowed: jax.Array | None = None
+    spread: tuple[str, ...] = ()
 
     def score(self, dots: jax.Array) -> jax.Array:
         """What goes into the softmax, from the products of scaled queries with keys."""
@@ -171,16 +174,26 @@ def _query_block(q, sources, limit, scoring):
         return new_top, total * shrink + weights.sum(-1, keepdims=True), out * shrink + mixed
 
     top, total = jnp.full((B, K, G * T, 1), _MASKED, jnp.float32), jnp.zeros((B, K, G * T, 1), jnp.float32)
-    if scoring.sinks is not None:  # a slot seen already, whose value is 0
-        sinks = jnp.repeat(scoring.sinks.astype(jnp.float32).reshape(K, G), T, axis=1)
-        top, total = jnp.broadcast_to(sinks[None, :, :, None], top.shape), jnp.ones_like(total)
     state = top, total, jnp.zeros((B, K, G * T, Hv), jnp.float32)
     for source in sources:
         state = jax.lax.fori_loop(*source.span(first, last), functools.partial(step, source.read), state)
+    if scoring.spread:
+        state = _merged(*state, scoring.spread)
     top, total, out = state
+    if scoring.sinks is not None:  # one more position, whose value is 0
+        sinks = jnp.repeat(scoring.sinks.astype(jnp.float32).reshape(K, G), T, axis=1)[None, :, :, None]
+        before, top = top, jnp.maximum(top, sinks)
+        total, out = total * jnp.exp(before - top) + jnp.exp(sinks - top), out * jnp.exp(before - top)
     out = jnp.where(top == _MASKED, 0.0, out / jnp.maximum(total, 1e-30))  # a top that has not moved: nothing was seen
     out = out.reshape(B, K, G, T, Hv).transpose(0, 3, 1, 2, 4)
     return out.reshape(B, T, N, Hv).astype(q.dtype)
+
+
+def _merged(top, total, out, spread):
+    """Partial answers of devices that each saw other positions, as one (Milakov & Gimelshein 2018, arXiv 1805.02867)."""
+    best = jax.lax.pmax(top, spread)
+    shrink = jnp.exp(top - best)  # 1 where no device saw anything: then out is 0
+    return best, jax.lax.psum(total * shrink, spread), jax.lax.psum(out * shrink, spread)
 
 
 def _columns(allowed, positions):  # bool [B, T, S], int32 [1 or B, C] -> [B, T, C]

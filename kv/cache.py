@@ -14,7 +14,7 @@ from kv.layer import KeyValueLayer, Layer, Tensor
 from kv.layout import Dense, Layout, Paged, Ring
 from kv.types import LatentSpec, LayerSpec
 from runtime import UserError
-from sharding import axes
+from sharding import Placement, axes, is_names
 
 Spec = LayerSpec | LatentSpec
 
@@ -53,9 +53,11 @@ class Cache(struct.PyTreeNode):
             reach = jnp.minimum(reach, pages.max(1) * store.layout.page_size)
         return reach
 
-    def layer(self, number: int) -> Any:
-        """The view that layer `number` attends with."""
+    def layer(self, number: int, turn: jax.Array | None = None, period: int = 0) -> Any:
+        """The view that layer `number` attends with; in a loop over layers, that of layer `number + turn * period`."""
         store, index = self.places[number]
+        if turn is not None:
+            index = index + turn * (self.places[number + period][1] - index)
         return self.stores[store].replace(layer=index)
 
     def with_layer(self, number: int, view: Any) -> "Cache":
@@ -63,6 +65,15 @@ class Cache(struct.PyTreeNode):
         store, _ = self.places[number]
         stores = (*self.stores[:store], view.replace(layer=None), *self.stores[store + 1 :])
         return self.replace(stores=stores)
+
+    @property
+    def placement(self) -> Placement | None:
+        """How the cache is split over a mesh."""
+        return getattr(self.stores[0], "placement", None)
+
+    def constrained(self) -> "Cache":
+        """Inside jit: the cache where it belongs, whatever the compiler thinks of it."""
+        return self if self.placement is None else self.placement.constrain_tree(self, self.logical_axes())
 
     def rewind(self, lengths: jax.Array) -> "Cache":
         """The cache as it was when row b held `lengths[b]` tokens (int32 [B], at most what it holds now).
@@ -73,12 +84,19 @@ class Cache(struct.PyTreeNode):
         return self.replace(lengths=jnp.minimum(self.lengths, jnp.asarray(lengths, jnp.int32)))
 
     def logical_axes(self) -> "Cache":
-        """The same tree with the names of each array's axes in its place."""
+        """The same tree with the names of each array's axes in its place. Lengths and tables are small, and whole on every device."""
         stores = tuple(store.logical_axes(bool(self.tables)) for store in self.stores)
-        return self.replace(stores=stores, lengths=(axes.BATCH,), tables=((axes.BATCH, axes.PAGES),) * len(self.tables))
+        return self.replace(stores=stores, lengths=(None,), tables=((None, None),) * len(self.tables))
 
 
-def init(config: HasCacheLayers, batch: int, capacity: int, format: Format, pages: Sequence[int] | None = None) -> Cache:
+def init(
+    config: HasCacheLayers,
+    batch: int,
+    capacity: int,
+    format: Format,
+    pages: Sequence[int] | None = None,
+    placement: Placement | None = None,
+) -> Cache:
     """An empty cache. Traceable: under `jax.eval_shape` it only counts.
 
     Args:
@@ -87,10 +105,32 @@ def init(config: HasCacheLayers, batch: int, capacity: int, format: Format, page
       capacity: tokens a row can hold.
       format: number format, memory order and layout.
       pages: with `format.page_size`, P of each page group's pool (`page_groups` lists the groups); None: what `default_pages` says.
+      placement: splits it over a mesh: rows and pages, heads, and slots in turns. None: one device.
 
     Raises:
-      UserError: batch or capacity below 1, heads that the number format can't group.
+      UserError: batch or capacity below 1, heads that the number format can't group, or what can't be split evenly.
     """
+    if placement is not None:
+        return _placed(config, batch, capacity, format, pages, placement)
+    return _empty(config, batch, capacity, format, pages, None)
+
+
+def _placed(config, batch, capacity, format, pages, placement):
+    shapes = jax.eval_shape(lambda: _empty(config, batch, capacity, format, pages, placement))
+
+    def zeros(names: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.zeros(leaf.shape, leaf.dtype, device=placement.sharding(names))
+
+    cache = jax.tree.map(zeros, shapes.logical_axes(), shapes, is_leaf=is_names)
+    return cache.replace(tables=tuple(table + pool for table, pool in zip(cache.tables, _pools(cache), strict=True)))
+
+
+def _pools(cache: Cache) -> list[int]:
+    """P of each page group."""
+    return [next(store.num_pages for store in cache.stores if store.layout.group == group) for group in range(len(cache.tables))]
+
+
+def _empty(config, batch, capacity, format, pages, placement):
     _check(batch=batch, capacity=capacity)
     groups = group(config.cache_layers)
     places = {number: (store, index) for store, numbers in enumerate(groups.values()) for index, number in enumerate(numbers)}
@@ -99,12 +139,14 @@ def init(config: HasCacheLayers, batch: int, capacity: int, format: Format, page
     if len(pools) != len(windows):
         raise ValueError(f"{len(pools)} page pools are given, but there are {len(windows)} page groups: give one size for each")
     _check(**{f"page pool {number}": size for number, size in enumerate(pools)})
+    if placement is not None:
+        _check_split(config, batch, format, pools, placement)
 
     def store(spec: Spec, layers: int) -> Layer:
-        layout = layout_of(spec, capacity, format, windows)
+        layout = layout_of(spec, capacity, format, windows, placement)
         rows, slots = layout.shape(batch, pools[layout.group] if isinstance(layout, Paged) else None)
-        tensors = {name: Tensor.init(tensor, (layers, rows), slots, format) for name, tensor in spec.tensors.items()}
-        return (LatentLayer if isinstance(spec, LatentSpec) else KeyValueLayer)(tensors=tensors, layout=layout)
+        tensors = {name: Tensor.init(tensor, (layers, rows), slots, format, placement) for name, tensor in spec.tensors.items()}
+        return (LatentLayer if isinstance(spec, LatentSpec) else KeyValueLayer)(tensors=tensors, layout=layout, placement=placement)
 
     width = -(-capacity // format.page_size) if windows else 0
     return Cache(
@@ -118,10 +160,15 @@ def init(config: HasCacheLayers, batch: int, capacity: int, format: Format, page
     )
 
 
-def fresh(config: HasCacheLayers, batch: int) -> Cache:
+def fresh(config: HasCacheLayers, batch: int, placement: Placement | None = None) -> Cache:
     """A cache that stores nothing: `prefill` over it is the full forward."""
     layers = len(config.cache_layers)
-    return Cache(stores=(Fresh(),), lengths=jnp.zeros((batch,), jnp.int32), places=tuple((0, i) for i in range(layers)), capacity=None)
+    return Cache(
+        stores=(Fresh(placement=placement),),
+        lengths=jnp.zeros((batch,), jnp.int32),
+        places=tuple((0, i) for i in range(layers)),
+        capacity=None,
+    )
 
 
 def group(specs: Sequence[Spec]) -> dict[Spec, list[int]]:
@@ -145,12 +192,13 @@ def rewind_margin(config: HasCacheLayers, capacity: int, format: Format) -> int 
     return None if all(effective_window(spec, capacity, format) is None for spec in config.cache_layers) else format.margin
 
 
-def layout_of(spec: Spec, capacity: int, format: Format, windows: Sequence[int | None]) -> Layout:
+def layout_of(spec: Spec, capacity: int, format: Format, windows: Sequence[int | None], placement: Placement | None = None) -> Layout:
     """Where a layer's tokens lie."""
     window = effective_window(spec, capacity, format)
     if format.page_size is not None:
         return Paged(format.page_size, windows.index(window))
-    unit = max((packing.span for tensor in spec.tensors.values() for packing in format.packings(tensor) if packing is not None), default=1)
+    packings = [packing for tensor in spec.tensors.values() for packing in format.packings(tensor, placement) if packing is not None]
+    unit = max((packing.span for packing in packings), default=1) * (1 if placement is None else placement.shards(axes.SLOTS))
     slots = -(-(capacity if window is None else window + format.margin) // unit) * unit
     return Dense(slots, unit) if window is None else Ring(slots, window, unit)
 
@@ -178,6 +226,24 @@ def default_pages(config: HasCacheLayers, batch: int, capacity: int, format: For
 def effective_window(spec: Spec, capacity: int, format: Format) -> int | None:
     """The window that a layer's cache keeps to; None if it would save nothing."""
     return spec.window if spec.window is not None and spec.window + format.margin < capacity else None
+
+
+def _check_split(config: HasCacheLayers, batch: int, format: Format, pools: Sequence[int], placement: Placement) -> None:
+    rows, stripes = placement.shards(axes.BATCH), placement.shards(axes.SLOTS)
+    if batch % rows:
+        raise UserError(f"{batch} cache rows can't be split evenly into {rows} parts: give {-(-batch // rows) * rows}")
+    for pool in pools:
+        if pool % rows:
+            raise UserError(f"a pool of {pool} pages can't be split evenly into {rows} parts: give {-(-pool // rows) * rows}")
+    if format.page_size is not None and format.page_size % stripes:
+        near = 1 << stripes.bit_length()
+        raise UserError(f"pages of {format.page_size} tokens can't be split evenly into {stripes} parts: give --page_size={near}")
+    for spec in config.cache_layers:
+        for tensor in spec.tensors.values():
+            if tensor.heads % (shards := placement.shards(tensor.axis)):
+                raise UserError(
+                    f"{tensor.heads} heads of the cache can't be split evenly into {shards} parts: use the config that `model.fit` gives"
+                )
 
 
 def _check(**sizes: int) -> None:

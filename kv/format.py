@@ -9,6 +9,7 @@ from kernels import Packing
 from kv.codec import QUANTIZED, Codec, Plain, Quantized
 from kv.types import TensorSpec
 from runtime import UserError
+from sharding import Placement, axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +64,25 @@ class Format:
             return cls(dtype, as_bits=dtype == jnp.bfloat16 or dtype in QUANTIZED, **more)
         return cls(dtype, "SKH", "SKH", lanes=128 if platform == "tpu" else None, **more)
 
-    def packings(self, tensor: TensorSpec) -> tuple[Packing | None, ...]:
-        """How slots share rows in each of the arrays that store a tensor."""
+    def packings(self, tensor: TensorSpec, placement: Placement | None = None) -> tuple[Packing | None, ...]:
+        """How slots share rows in each of the arrays that store a tensor: so that each device's part of the heads fills rows.
+
+        Raises:
+          UserError: a page is too small for that.
+        """
         parts = self.codec.parts(tensor.width)
         if self.lanes is None:
             return (None,) * len(parts)
-        most = min(64, self.page_size or 64)
-        return tuple(Packing.to_fill(self.lanes, tensor.heads, width, dtype.itemsize, most) for width, dtype in parts)
+        shards = 1 if placement is None else placement.shards(tensor.axis)
+        stripes = 1 if placement is None else placement.shards(axes.SLOTS)
+        most = min(64, (self.page_size or 64 * stripes) // stripes)
+        packings = [Packing.to_fill(self.lanes, tensor.heads // shards, width, dtype.itemsize, most) for width, dtype in parts]
+        if shards > 1 and any(packing is not None and packing.padding for packing in packings):
+            raise UserError(
+                f"{tensor.heads // shards} heads of {tensor.width} numbers per device, {most} slots at a time, do not fill rows of "
+                f"{self.lanes} in a cache of {self.dtype.name}: use --kv=bf16, or fewer shards of heads"
+            )
+        return tuple(packing and dataclasses.replace(packing, heads=tensor.heads) for packing in packings)
 
     @property
     def codec(self) -> Codec:

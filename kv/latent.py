@@ -15,22 +15,35 @@ import jax.numpy as jnp
 
 from kernels import Blocks, attention, blockwise_attention, blockwise_index_scores, head_matmul, index_scores, matmul, top_slots
 from kv.layer import Layer
-from kv.types import LatentQuery, LatentWeights
+from kv.types import LatentQuery, LatentRow, LatentWeights
+from sharding import axes
 
 GATHERING = 16  # queries of a call whose chosen rows are gathered, `top_k` for each: more would take more memory than a mask
 
 
 class LatentLayer(Layer):
-    """Latent rows: queries are `LatentQuery`, new rows `LatentRow`, weights `LatentWeights`."""
+    """Latent rows: queries are `LatentQuery`, new rows `LatentRow`, weights `LatentWeights`. All heads read the same rows, so that every
+    device of those that share the heads keeps all of them."""
+
+    NAMES = (
+        LatentQuery(
+            nope=(axes.BATCH, None, axes.HEADS, None),
+            rope=(axes.BATCH, None, axes.HEADS, None),
+            index_q=(axes.BATCH, None, None, None),
+            index_w=(axes.BATCH, None, None),
+        ),
+        LatentRow(latent=(axes.BATCH, None, None, None), index_k=(axes.BATCH, None, None, None)),
+        LatentWeights(w_uk=(axes.KV_HEADS, None, None), w_uv=(axes.KV_HEADS, None, None)),
+    )
 
     def answer(self, query, new, step, spec, weights):
         length, top_k = query.nope.shape[1], spec.top_k
-        if top_k is not None and length <= GATHERING and length * top_k <= self._positions(step):
+        if top_k is not None and step.stripes == 1 and length <= GATHERING and length * top_k <= self._positions(step):
             return self._sparse(query, step, spec, weights)
         allowed, limit = None, step.limit(length)
         if top_k is not None:
             allowed = top_slots(self._index_scores(query, step), limit, top_k)
-        scoring = spec.scoring(allowed=allowed)
+        scoring = spec.scoring(allowed=allowed, spread=step.spread)
         if is_expanded(length, weights):
 
             def read_expanded(block, where):
@@ -50,18 +63,22 @@ class LatentLayer(Layer):
         return head_matmul(out, weights.w_uv, axis=2)
 
     def _positions(self, step) -> int:
-        """Positions that a row can hold."""
+        """Positions that a row can hold (of a stripe: of its tokens)."""
         return self.layout.capacity if not step.tables else step.tables[self.layout.group].shape[1] * self.layout.page_size
 
     def _index_scores(self, query, step):
-        reader = self.layout.reader(step, after=True)
+        """[B, T, S], of all stripes."""
+        reader = self.layout.reader(step.kept, after=True)
 
         def read(index):
             return self.tensors["index_k"].block(reader, self.layer, index, "KSH")[:, 0]
 
-        return blockwise_index_scores(
-            query.index_q, query.index_w, read, reader.size, step.limit(query.nope.shape[1]), self._positions(step)
-        )
+        limit = step.limit(query.nope.shape[1])
+        limit = limit if step.stripes == 1 else step.kept_limit(limit)
+        scores = blockwise_index_scores(query.index_q, query.index_w, read, reader.size, limit, self._positions(step))
+        if step.stripes == 1:
+            return scores
+        return jax.lax.all_gather(scores, step.spread, axis=3).reshape(*scores.shape[:2], -1)
 
     def _sparse(self, query, step, spec, weights):
         """Reads the chosen rows only: `top_k` for each query, whatever is held."""

@@ -1,7 +1,7 @@
 """The caches of layers: what is kept per token (keys and values here, a latent row in `kv.latent`), in any layout and number format."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ from kernels import Blocks, Packing, blockwise_attention
 from kv.codec import Codec
 from kv.format import Format
 from kv.layout import Layout, Reader, new_rows
+from kv.parts import attend_in_parts
 from kv.types import AttentionSpec, KeyValue, Query, Step, TensorSpec
-from sharding import axes
+from sharding import Placement, axes
 
 
 class Tensor(struct.PyTreeNode):
@@ -22,11 +23,12 @@ class Tensor(struct.PyTreeNode):
     order: str = struct.field(pytree_node=False)
     codec: Codec = struct.field(pytree_node=False)
     packings: tuple[Packing | None, ...] = struct.field(pytree_node=False)  # of each part: how slots share rows, [L, B or P, *shape]
+    axis: str = struct.field(pytree_node=False)  # the logical axis of its heads
 
     @classmethod
-    def init(cls, spec: TensorSpec, lead: tuple[int, int], slots: int, format: Format) -> "Tensor":
+    def init(cls, spec: TensorSpec, lead: tuple[int, int], slots: int, format: Format, placement: Placement | None = None) -> "Tensor":
         """All zeros, for `slots` slots, which `slots_per_row` must divide."""
-        order, codec, packings = format.key_order if spec.key else format.value_order, format.codec, format.packings(spec)
+        order, codec, packings = format.key_order if spec.key else format.value_order, format.codec, format.packings(spec, placement)
 
         def zeros(width: int, dtype: Any, packing: Packing | None) -> jax.Array:
             if packing is not None:
@@ -35,7 +37,7 @@ class Tensor(struct.PyTreeNode):
             return jnp.zeros((*lead, *(size[axis] for axis in order)), dtype)
 
         parts = (zeros(*part, packing) for part, packing in zip(codec.parts(spec.width), packings, strict=True))
-        return cls(tuple(parts), order, codec, packings)
+        return cls(tuple(parts), order, codec, packings, spec.axis)
 
     def write(self, new: jax.Array, layer: jax.Array | int, step: Step, layout: Layout) -> "Tensor":
         """With the rows new [B', T, K, H] written."""
@@ -74,9 +76,12 @@ class Tensor(struct.PyTreeNode):
 class Layer(struct.PyTreeNode):
     """What the L layers of one group keep, or (with `layer` set) the view of one of them."""
 
+    NAMES: ClassVar[tuple[Any, Any, Any]]  # logical axes of query, new rows and weights
+
     tensors: Mapping[str, Tensor]
     layout: Layout = struct.field(pytree_node=False)
     layer: jax.Array | int | None = None
+    placement: Placement | None = struct.field(pytree_node=False, default=None)  # how its arrays are split over a mesh
 
     @property
     def num_pages(self) -> int:
@@ -86,23 +91,22 @@ class Layer(struct.PyTreeNode):
     def logical_axes(self, shared: bool) -> "Layer":
         """The same tree with the names of each array's axes in its place; `shared`: of pages instead of rows."""
 
-        def names(name: str, tensor: Tensor) -> Tensor:
-            name_of = {"S": axes.PAGE_SLOTS if shared else axes.SLOTS, "K": axes.KV_HEADS, "H": axes.HEAD_DIM}
-            if name in ("latent", "index_k"):
-                name_of["K"] = axes.ONE
+        def names(tensor: Tensor) -> Tensor:
+            name_of = {"S": axes.PAGE_SLOTS if shared else axes.SLOTS, "K": tensor.axis, "H": axes.HEAD_DIM}
             lead = axes.LAYERS, axes.PAGES if shared else axes.BATCH
             each = (*lead, *(name_of[axis] for axis in tensor.order))
-            lanes = axes.HEAD_DIM if name_of["K"] == axes.ONE else axes.KV_HEADS
+            lanes = axes.HEAD_DIM if tensor.axis == axes.ONE else tensor.axis
             packed = {"S": name_of["S"], "K": axes.ONE, "H": lanes}
             return tensor.replace(
                 parts=tuple(each if packing is None else (*lead, *(packed[axis] for axis in packing.order)) for packing in tensor.packings)
             )
 
-        return self.replace(tensors={name: names(name, tensor) for name, tensor in self.tensors.items()})
+        return self.replace(tensors={name: names(tensor) for name, tensor in self.tensors.items()})
 
     def written(self, rows: Mapping[str, jax.Array], step: Step) -> "Layer":
         """With a step's rows [B', T, K, H], by tensor, written."""
-        tensors = {name: tensor.write(rows[name], self.layer, step, self.layout) for name, tensor in self.tensors.items()}
+        kept = step.kept
+        tensors = {name: tensor.write(step.kept_rows(rows[name]), self.layer, kept, self.layout) for name, tensor in self.tensors.items()}
         return self.replace(tensors=tensors)
 
     def attend(self, query: Query, new: KeyValue | None, step: Step, spec: AttentionSpec, weights: Any = None) -> tuple[jax.Array, "Layer"]:
@@ -118,10 +122,15 @@ class Layer(struct.PyTreeNode):
         Returns:
           [B', T, N, Hv], zero for padded queries, and the new view.
         """
-        length = jax.tree.leaves(query)[0].shape[1]
-        whole = self.layout.reads_back(length)
+        if self.placement is not None:
+            return attend_in_parts(self, query, new, step, spec, weights)
+        return self.attend_here(query, new, step, spec, weights, self.layout.reads_back(jax.tree.leaves(query)[0].shape[1]))
+
+    def attend_here(self, query: Any, new: Any, step: Step, spec: AttentionSpec, weights: Any, whole: bool) -> tuple[jax.Array, "Layer"]:
+        """`attend` on one device; `whole`: all that the queries see is there once the new rows are written."""
         if new is None:
             if not whole:
+                length = jax.tree.leaves(query)[0].shape[1]
                 raise ValueError(f"{length} queries see more than {self.layout} keeps: read with fewer, or with the call that writes")
             return self._answered(query, None, step, spec, weights), self
         rows = {name: each for name, each in new._asdict().items() if each is not None}
@@ -154,15 +163,15 @@ class Layer(struct.PyTreeNode):
         Args:
           read: (tensor's name, wanted order) -> a block [B', ...]; positions -> what a block gives.
         """
-        reader = self.layout.reader(step, after=new is None)
+        reader = self.layout.reader(step.kept, after=new is None).of(step)
 
         def held(index):
             return read(lambda name, order: self.tensors[name].block(reader, self.layer, index, order), reader.positions(index))
 
         sources = [Blocks(held, reader.span)]
         if new is not None:
-            unwritten = new_rows(step, next(iter(new.values())).shape[1])
-            stored = {name: self.tensors[name].as_stored(rows) for name, rows in new.items()}
+            stored = {name: self.tensors[name].as_stored(step.kept_rows(rows)) for name, rows in new.items()}
+            unwritten = new_rows(step.kept, next(iter(stored.values())).shape[1]).of(step)
 
             def given(index):
                 def block(name, order):
@@ -175,11 +184,17 @@ class Layer(struct.PyTreeNode):
 
 
 class KeyValueLayer(Layer):
-    """Keys and values of every head: queries are `Query`, new rows `KeyValue`, weights the sinks [N] or None (see `kernels.Scoring`)."""
+    """Keys and values of every head: queries are `Query`, new rows `KeyValue`, weights the sinks [K, G] or None (see `kernels.Scoring`)."""
+
+    NAMES = (
+        Query(q=(axes.BATCH, None, axes.HEADS, None)),
+        KeyValue(k=(axes.BATCH, None, axes.KV_HEADS, None), v=(axes.BATCH, None, axes.KV_HEADS, None)),
+        (axes.KV_HEADS, axes.Q_PER_KV),
+    )
 
     def answer(self, query, new, step, spec, weights):
         def read(block, where):
             return block("k", "KHS"), block("v", "KSH"), where
 
         limit = step.limit(query.q.shape[1])
-        return blockwise_attention(query.q, self.sources(read, new, step), limit, spec.scoring(weights))
+        return blockwise_attention(query.q, self.sources(read, new, step), limit, spec.scoring(weights, spread=step.spread))

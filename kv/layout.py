@@ -37,6 +37,20 @@ class Reader:
     positions: Callable[[jax.Array], jax.Array]
     span: Callable[[jax.Array, jax.Array], tuple[jax.Array | int, jax.Array | int]]
 
+    def of(self, step: Step) -> "Reader":
+        """The reader of a stripe's tokens by their numbers, as one by their positions."""
+        if step.stripes == 1:
+            return self
+
+        def positions(index):
+            number = self.positions(index)
+            return jnp.where(number >= 0, number * step.stripes + step.stripe, -1)
+
+        def span(first, last):
+            return self.span(step.kept_limit(first - 1) + 1, step.kept_limit(last))
+
+        return dataclasses.replace(self, positions=positions, span=span)
+
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
@@ -68,6 +82,10 @@ class Dense:
         They are positions below the capacity; where the row holds none it is anything.
         """
         return _slots_of_row(array, step.rows[0], order, step.start[0], size)
+
+    def striped(self, n: int) -> "Dense":
+        """The layout of one of n stripes."""
+        return Dense(self.capacity // n, self.unit // n)
 
     def in_steps_of(self, n: int) -> "Dense":
         """The layout of arrays in which n slots share a row."""
@@ -127,6 +145,10 @@ class Ring:
         axis = 1 + order.index("S")
         held = _slots_of_row(array, step.rows[0], order, 0, self.slots)
         return jax.lax.slice_in_dim(jnp.roll(held, -(step.start[0] % self.slots), axis=axis), 0, size, axis=axis)
+
+    def striped(self, n: int) -> "Ring":
+        """As of `Dense`."""
+        return Ring(self.slots // n, self.window, self.unit // n)
 
     def in_steps_of(self, n: int) -> "Ring":
         """As of `Dense`."""
@@ -188,6 +210,10 @@ class Paged:
         parts = jnp.moveaxis(parts, 0, 1 + at)  # [L, ...], the pages before their slots
         joined = parts.reshape(array.shape[0], *(-1 if axis == "S" else array.shape[2 + i] for i, axis in enumerate(order)))
         return jax.lax.dynamic_slice_in_dim(joined, step.start[0] % self.page_size, size, axis=1 + at)
+
+    def striped(self, n: int) -> "Paged":
+        """As of `Dense`."""
+        return Paged(self.page_size // n, self.group)
 
     def in_steps_of(self, n: int) -> "Paged":
         """As of `Dense`."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from kernels import Scoring
+from sharding import Placement, axes
 
 
 class Query(NamedTuple):
@@ -55,9 +56,9 @@ class AttentionSpec:
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     top_k: int | None = None  # slots that a query sees at most, the best by its indexer
 
-    def scoring(self, sinks: jax.Array | None = None, allowed: jax.Array | None = None) -> Scoring:
+    def scoring(self, sinks: jax.Array | None = None, allowed: jax.Array | None = None, spread: tuple[str, ...] = ()) -> Scoring:
         """What `kernels.attention` wants to know."""
-        return Scoring(scale=self.scale, window=self.window, softcap=self.softcap, sinks=sinks, allowed=allowed)
+        return Scoring(scale=self.scale, window=self.window, softcap=self.softcap, sinks=sinks, allowed=allowed, spread=spread)
 
 
 class TensorSpec(NamedTuple):
@@ -66,6 +67,7 @@ class TensorSpec(NamedTuple):
     heads: int
     width: int  # numbers per head
     key: bool  # stored in the keys' memory order, not the values'
+    axis: str = axes.KV_HEADS  # the logical axis of its heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +98,8 @@ class LatentSpec:
     @property
     def tensors(self) -> dict[str, TensorSpec]:
         """As of `LayerSpec`."""
-        tensors = {"latent": TensorSpec(1, self.latent_dim + self.rope_dim, key=False)}
-        return tensors | {"index_k": TensorSpec(1, self.index_dim, key=True)} if self.index_dim else tensors
+        tensors = {"latent": TensorSpec(1, self.latent_dim + self.rope_dim, key=False, axis=axes.ONE)}
+        return tensors | {"index_k": TensorSpec(1, self.index_dim, key=True, axis=axes.ONE)} if self.index_dim else tensors
 
 
 class Step(struct.PyTreeNode):
@@ -105,6 +107,9 @@ class Step(struct.PyTreeNode):
 
     A row's new tokens are the first `count` of the T given; the rest is padding. With `last_only`, queries come from each row's last
     new token alone, while all of them are written: what the last layer of a prefill needs.
+
+    Where the slots of a cache are split over n devices (see `kv.parts`), each sees the same step with its own `stripe` i: it keeps the
+    tokens at positions i, i + n, i + 2 n, ...
     """
 
     rows: jax.Array | None  # int32 [B'], the cache rows that the tokens go to; None: row b is row b
@@ -112,6 +117,40 @@ class Step(struct.PyTreeNode):
     count: jax.Array  # int32 [B'], new tokens
     tables: tuple[jax.Array, ...] = ()  # int32 [B', M] per page group, the pages of these rows
     last_only: bool = struct.field(pytree_node=False, default=False)
+    batch: int | None = struct.field(pytree_node=False, default=None)  # rows of the cache, if `rows` is given
+    stripe: jax.Array | None = None  # int32 scalar, i
+    stripes: int = struct.field(pytree_node=False, default=1)  # n
+    spread: tuple[str, ...] = struct.field(pytree_node=False, default=())  # the mesh axes of the n devices
+
+    @property
+    def kept(self) -> "Step":
+        """The step in numbers of the tokens that this stripe keeps: the first of them has position 0, the next 1."""
+        if self.stripes == 1:
+            return self
+        start = self._kept_below(self.start)
+        return self.replace(start=start, count=self._kept_below(self.start + self.count) - start)
+
+    def _kept_below(self, position: jax.Array) -> jax.Array:
+        """How many tokens before this position the stripe keeps."""
+        return (position + self.stripes - 1 - self.stripe) // self.stripes
+
+    def kept_limit(self, limit: jax.Array) -> jax.Array:
+        """The last of the kept tokens at or before these positions; -1 for none."""
+        return self._kept_below(limit + 1) - 1
+
+    def kept_rows(self, rows: jax.Array) -> jax.Array:
+        """Of rows [B', T, ...], those that the stripe keeps: [B', T / n rounded up, ...]."""
+        if self.stripes == 1:
+            return rows
+        most = -(-rows.shape[1] // self.stripes)
+        first = (self.stripe - self.start) % self.stripes  # [B']
+        at = jnp.minimum(first[:, None] + self.stripes * jnp.arange(most), rows.shape[1] - 1)
+        return jnp.take_along_axis(rows, at.reshape(*at.shape, *(1,) * (rows.ndim - 2)), axis=1)
+
+    def axes(self, length: int, placement: Placement) -> tuple[str | None, str | None]:
+        """The logical axes of rows and of `length` new tokens, for what is computed of them. A call for some rows has all of them on every
+        device, and so have tokens that can't be split evenly."""
+        return axes.BATCH if self.rows is None else None, axes.TOKENS if length % placement.shards(axes.TOKENS) == 0 else None
 
     def queried(self, x: jax.Array) -> jax.Array:
         """What the queries come from: [B', T, ...] -> the same, or [B', 1, ...]."""

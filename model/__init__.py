@@ -1,18 +1,22 @@
 """Floor 3: what a model is (`ModelConfig`), the Flax Transformer, and the two programs, `prefill` and `decode_step`."""
 
 from model.config import AttentionConfig, IndexerConfig, LayerConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
+from model.fit import fit
+from model.loop import LAYER_LOOPS, Loop, find_loop, loop_of
 from model.rope import FactorScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
 from model.router import RouterConfig
 from model.steps import decode_step, prefill
-from model.transformer import Transformer, abstract_params, init_params
+from model.transformer import Transformer, abstract_params, init_params, stacked
 
 __all__ = [
+    "LAYER_LOOPS",
     "AttentionConfig",
     "FactorScaling",
     "IndexerConfig",
     "LayerConfig",
     "LinearScaling",
     "Llama3Scaling",
+    "Loop",
     "MLAConfig",
     "MLPConfig",
     "MoEConfig",
@@ -23,6 +27,10 @@ __all__ = [
     "YarnScaling",
     "abstract_params",
     "decode_step",
+    "find_loop",
+    "fit",
     "init_params",
+    "loop_of",
     "prefill",
+    "stacked",
 ]

@@ -11,11 +11,20 @@ from model.config import LayerConfig, MLAConfig, MoEConfig
 from model.mla import MLA
 from model.mlp import MLP, MoE
 from model.norm import RMSNorm
+from sharding import Placement
 
 
 class Block(nn.Module):
+    """
+    Attributes:
+      config: what the layer is.
+      norm_eps: the model's.
+      placement: how it is split over a mesh; None: one device.
+    """
+
     config: LayerConfig
     norm_eps: float
+    placement: Placement | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, tables: Any, step: kv.Step, cache: Any) -> tuple[jax.Array, Any]:
@@ -32,8 +41,11 @@ class Block(nn.Module):
         out, cache = attention(norm(before, "attention_norm", x), tables, step, cache)
         x = step.queried(x) + norm(after, "attention_post_norm", out)
         inside = norm(before, "mlp_norm", x)
+        T = x.shape[1]
+        rows = (None, None) if self.placement is None else step.axes(T, self.placement)
         if isinstance(self.config.mlp, MoEConfig):
-            out = MoE(self.config.mlp, name="mlp")(inside, step.limit(x.shape[1]) >= 0)
+            out = MoE(self.config.mlp, self.placement, name="mlp")(inside, step.limit(T) >= 0, rows)
         else:
             out = MLP(self.config.mlp, name="mlp")(inside)
-        return x + norm(after, "mlp_post_norm", out), cache
+        x = x + norm(after, "mlp_post_norm", out)
+        return (x if self.placement is None else self.placement.constrain(x, *rows)), cache

@@ -8,6 +8,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from model.config import ModelConfig
+from runtime import UserError
+
+LAYER_LOOPS = ("unrolled", "scan")
 STACK = "loop"  # in the parameter tree, above the layers of one period
 
 
@@ -52,3 +56,10 @@ def find_loop(layers: Sequence[Any]) -> Loop | None:
                 best, fewest = Loop(first, period, times), compiled
             first += 1
     return best
+
+
+def loop_of(config: ModelConfig, layer_loop: str) -> Loop | None:
+    """What `layer_loop` ("unrolled" or "scan") makes of a model's layers."""
+    if layer_loop not in LAYER_LOOPS:
+        raise UserError(f"layer_loop={layer_loop!r} is not known: use one of {', '.join(LAYER_LOOPS)}")
+    return find_loop(config.layers) if layer_loop == "scan" else None

@@ -54,11 +54,15 @@ def prefill(
         room = room if rows is None or not cache.tables else room[rows]
         counts = jnp.minimum(counts, jnp.maximum(room - start, 0))
     step = kv.Step(
-        rows=rows, start=start, count=counts, tables=cache.tables if rows is None else tuple(table[rows] for table in cache.tables)
+        rows=rows,
+        start=start,
+        count=counts,
+        tables=cache.tables if rows is None else tuple(table[rows] for table in cache.tables),
+        batch=cache.batch,
     )
     out, cache = model.apply({"params": params}, tokens, step, cache, logits)
     lengths = start + counts
-    return out, cache.replace(lengths=lengths if rows is None else cache.lengths.at[rows].set(lengths))
+    return out, cache.replace(lengths=lengths if rows is None else cache.lengths.at[rows].set(lengths)).constrained()
 
 
 def decode_step_(model: Transformer, params: Any, cache: kv.Cache, tokens: jax.Array) -> tuple[jax.Array, kv.Cache]:

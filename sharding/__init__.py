@@ -9,6 +9,7 @@ from sharding.mesh import MESH_AXES, format_mesh, make_mesh, parse_mesh
 _MODULES = {
     "Placement": "sharding.placement",
     "STRATEGIES": "sharding.rules",
+    "is_names": "sharding.placement",
     "rules_for": "sharding.rules",
 }
 

@@ -20,6 +20,7 @@ GATE_UP = "gate_up"  # 2: gate, up
 MLP = "mlp"  # F
 NORM = "norm"  # a vector over the width: a norm's scale, an expert's bias
 EXPERTS = "experts"  # E: experts of a mixture
+ROUTED = "routed"  # E: what a router says of each expert
 LATENT = "latent"  # C: a low-rank projection between the width and the heads
 INDEX = "index"  # Hi: an indexer's heads
 ONE = "one"  # a single row

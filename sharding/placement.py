@@ -84,5 +84,5 @@ class Placement:
 
 
 def is_names(leaf: Any) -> bool:
-    """Whether a leaf of a tree of logical axes: a plain tuple of names."""
-    return type(leaf) is tuple and all(name is None or isinstance(name, str) for name in leaf)
+    """Whether a leaf of a tree of logical axes: a plain tuple of names, not an empty one."""
+    return type(leaf) is tuple and len(leaf) > 0 and all(name is None or isinstance(name, str) for name in leaf)
