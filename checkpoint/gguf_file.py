@@ -100,16 +100,22 @@ class GGUFFile:
             raise UserError(f"{info.path} could be opened, but can't be read any more: {strerror(error)}; put it back") from error
         return data.reshape(*info.shape[:-1], -1)
 
-    def dequantize(self, name: str, index: int | None = None) -> np.ndarray:
-        """The tensor, or with `index` one part along its first axis, in float32, row-major. If it is stored so, a read-only view of the
-        file.
+    def dequantize(self, name: str, box: tuple[int | slice, ...] = ()) -> np.ndarray:
+        """The tensor, or a box of it (start and stop along its axes, from the first on, or a number, which drops the axis), in float32,
+        row-major. If it is stored so, a read-only view of the file. Rows are cut by whole blocks, so that little else is read.
 
         Raises:
             UserError: no such tensor, or its type has no dequantizer.
         """
         info = self.tensor(name)
         try:
-            return gguf.quants.dequantize(self.raw(name) if index is None else self.raw(name)[index], info.type)
+            if len(box) < len(info.shape):
+                return gguf.quants.dequantize(self.raw(name)[box], info.type)
+            block, block_bytes = gguf.GGML_QUANT_SIZES[info.type]
+            start, stop, _ = box[-1].indices(info.shape[-1])
+            first, last = start // block, -(-stop // block)
+            raw = self.raw(name)[(*box[:-1], slice(first * block_bytes, last * block_bytes))]
+            return gguf.quants.dequantize(np.ascontiguousarray(raw), info.type)[..., start - first * block : stop - first * block]
         except NotImplementedError as error:
             raise UserError(
                 f"{self.path}: tensor {name!r} is stored as {info.type.name}, which can't be converted to float32: "

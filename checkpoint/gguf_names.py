@@ -6,6 +6,7 @@ changed values (rows of rotated heads, scales of norms, stacked experts), the ch
 
 import dataclasses
 import fractions
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from checkpoint.gguf_file import GGUFFile
+from checkpoint.source import Box
 from checkpoint.tensors import NAMES, Names
 from runtime import UserError
 
@@ -81,7 +83,7 @@ class GGUFSource:
         self.model_type = _model_type(file)
         names = NAMES.get(self.model_type, Names())
         self.table = dataclasses.replace(names, norm_offset=0.0, neighbours=self.model_type in NEIGHBOURS, interleaved_experts=False)
-        self._places: dict[str, Callable[[], np.ndarray]] = {}
+        self._places: dict[str, Callable[[Box], np.ndarray]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for name in file.tensors:
             if not _FROM_METADATA.fullmatch(name):
@@ -97,16 +99,18 @@ class GGUFSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def read(self, name: str) -> np.ndarray:
-        return self._places[name]()
+    def read(self, name: str, box: Box = ()) -> np.ndarray:
+        return self._places[name](box)
 
     def _add(self, name: str) -> None:
         info = self.file.tensor(name)
         if name in _WHOLE:
-            return self._put(_WHOLE[name], info.shape, name, lambda: self.file.dequantize(name))
+            return self._put(_WHOLE[name], info.shape, name, lambda box: self.file.dequantize(name, box))
         match = re.fullmatch(r"blk\.(\d+)\.(.+)\.(weight|bias)", name)
         if match is None:
-            return self._put(name, info.shape, name, lambda: self.file.dequantize(name))  # no table has a use for it: an error by this name
+            return self._put(
+                name, info.shape, name, lambda box: self.file.dequantize(name, box)
+            )  # no table has a use for it: an error by this name
         layer, part, kind = match.groups()
         prefix = f"model.layers.{layer}."
         if (exps := re.fullmatch(r"ffn_(gate|up|down|gate_up)_exps", part)) and len(info.shape) > 1:
@@ -115,8 +119,10 @@ class GGUFSource:
             return self._latent_up(f"{prefix}self_attn.kv_b_proj.weight", layer)
         if part == "ffn_gate_inp_shexp":
             shape = (1, info.shape[-1])
-            return self._put(f"{prefix}{self.table.shared}_gate.{kind}", shape, name, lambda: self.file.dequantize(name).reshape(shape))
-        return self._put(self._layer_name(prefix, part, kind), info.shape, name, lambda: self.file.dequantize(name))
+            return self._put(
+                f"{prefix}{self.table.shared}_gate.{kind}", shape, name, lambda box: self.file.dequantize(name).reshape(shape)[box]
+            )
+        return self._put(self._layer_name(prefix, part, kind), info.shape, name, lambda box: self.file.dequantize(name, box))
 
     def _layer_name(self, prefix: str, part: str, kind: str) -> str:
         if self.model_type.startswith("gemma") and part == "ffn_norm":
@@ -149,8 +155,12 @@ class GGUFSource:
                     named.format(self._expert(each, expert)),
                     (F, *rest),
                     name,
-                    lambda e=expert, start=number * F: self.file.dequantize(name, e)[start : start + F],
+                    functools.partial(self._of_expert, name, expert, number * F, F),
                 )
+
+    def _of_expert(self, name: str, expert: int, first: int, count: int, box: Box) -> np.ndarray:
+        start, stop, _ = (box[0] if box else slice(None)).indices(count)
+        return self.file.dequantize(name, (expert, slice(first + start, first + stop), *box[1:]))
 
     def _latent_up(self, whole: str, layer: str) -> None:
         """Newer files cut kv_b_proj into every head's key part, transposed, [N, C, P], and value part [N, V, C]."""
@@ -164,13 +174,17 @@ class GGUFSource:
             )
         (N, C, P), V = shapes[0], shapes[1][1]
 
-        def joined() -> np.ndarray:
-            keys, values = self.file.dequantize(key).swapaxes(1, 2), self.file.dequantize(value)
-            return np.concatenate([keys, values], axis=1).reshape(N * (P + V), C)
+        def joined(box: Box) -> np.ndarray:
+            start, stop, _ = (box[0] if box else slice(None)).indices(N * (P + V))
+            first = start // (P + V)
+            heads = (slice(first, -(-stop // (P + V))),)
+            keys, values = self.file.dequantize(key, heads).swapaxes(1, 2), self.file.dequantize(value, heads)
+            rows = np.concatenate([keys, values], axis=1).reshape(-1, C)
+            return rows[(slice(start - first * (P + V), stop - first * (P + V)), *box[1:])]
 
         self._put(whole, (N * (P + V), C), key, joined)
 
-    def _put(self, name: str, shape: tuple[int, ...], origin: str, read: Callable[[], np.ndarray]) -> None:
+    def _put(self, name: str, shape: tuple[int, ...], origin: str, read: Callable[[Box], np.ndarray]) -> None:
         if name in self._places:
             raise UserError(f"{self.path}: tensor {origin!r} is {name}, which another one is as well: use another conversion of the model")
         self._places[name], self._shapes[name] = read, shape

@@ -1,9 +1,10 @@
 """From a model's files to its parameters."""
 
 import dataclasses
+import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from checkpoint import families, gguf_names, orbax_folder, tensors
 from checkpoint.download import Progress
 from checkpoint.gguf_file import open_gguf
 from checkpoint.safetensors_folder import open_folder
-from checkpoint.source import Source
-from model import ModelConfig, abstract_params
+from checkpoint.source import Box, Source
+from model import Loop, ModelConfig, abstract_params, fit, loop_of
 from runtime import UserError
+from sharding import Placement, axes
 
 _SHOWN = 8  # tensors that an error lists in full
 
@@ -35,20 +37,30 @@ class Checkpoint:
     notices: tuple[str, ...] = ()  # what the files hold and this model has no use for
 
 
-def load(path: str | os.PathLike[str], dtype: jnp.dtype = jnp.float32, progress: Progress | None = None) -> Checkpoint:
+def load(
+    path: str | os.PathLike[str],
+    dtype: jnp.dtype = jnp.float32,
+    progress: Progress | None = None,
+    placement: Placement | None = None,
+    layer_loop: str = "unrolled",
+) -> Checkpoint:
     """Reads a model's weights, one at a time: the host holds the result and what makes one weight more.
 
     Args:
       path: of a GGUF file, of a folder with `config.json` and safetensors files, or of one that `convert` wrote.
       dtype: the storage format of matrices, float32 or bfloat16. Vectors (scales of norms, biases, sinks) stay float32.
       progress: shows on a terminal how many bytes are there.
+      placement: splits the weights over a mesh. Each process reads what its own devices hold, and the config is what `model.fit` makes of
+        the files'.
+      layer_loop: as of `model.Transformer`: how the tree is built.
 
     Raises:
-      UserError: the files are damaged, of a family that is not supported, or not the model that their description promises.
+      UserError: the model can't be split over that mesh, or the files are damaged, of a family that is not supported, or not the model
+        that their description promises.
     """
     path = Path(path)
     if orbax_folder.is_checkpoint(path):
-        config, params = orbax_folder.load(path, dtype)
+        config, params = orbax_folder.load_placed(path, dtype, placement, layer_loop)
         return Checkpoint(path, config, params, "orbax", orbax_folder.describe(path).metadata)
     if path.is_dir():
         folder = open_folder(path)
@@ -63,7 +75,9 @@ def load(path: str | os.PathLike[str], dtype: jnp.dtype = jnp.float32, progress:
         table, metadata = source.table, file.metadata
         further = gguf_names.further_layers(file)
     chosen = _Chosen(source, config, further)
-    params = _params(chosen, config, list(tensors.weights(config, table, chosen)), jnp.dtype(dtype), progress)
+    config = config if placement is None else fit(config, placement)
+    weights = list(tensors.weights(config, table, chosen))
+    params = _params(chosen, config, weights, jnp.dtype(dtype), progress, placement, loop_of(config, layer_loop))
     return Checkpoint(path, config, params, "folder" if path.is_dir() else "gguf", metadata, chosen.notices())
 
 
@@ -108,40 +122,74 @@ class _Chosen:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(self._names[name])
 
-    def read(self, name: str) -> np.ndarray:
-        return self.source.read(self._names[name])
+    def read(self, name: str, box: Box = ()) -> np.ndarray:
+        return self.source.read(self._names[name], box)
 
 
-class _Parts(Sequence):
-    """The tensors that make a weight, each read when it is asked for."""
-
-    def __init__(self, source: Source, names: Sequence[str]):
-        self._source, self._names = source, names
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return self._source.read(self._names[index])
-
-
-def _params(source: Source, config: ModelConfig, weights: list[tensors.Weight], dtype: jnp.dtype, progress: Progress | None) -> Any:
+def _params(
+    source: Source,
+    config: ModelConfig,
+    weights: list[tensors.Weight],
+    dtype: jnp.dtype,
+    progress: Progress | None,
+    placement: Placement | None,
+    loop: Loop | None,
+) -> Any:
     promised = flax.traverse_util.flatten_dict(abstract_params(config, dtype), is_leaf=lambda _, value: hasattr(value, "names"))
     _check(source, weights)
     total = sum(box.value.size * box.value.dtype.itemsize for box in promised.values())
-    tree, done = {}, 0
+    tree: dict[tensors.Place, jax.Array] = {}
+    made: set[tensors.Place] = set()
+    done = 0
     for weight in weights:
-        wanted = promised[weight.place].value
-        value = weight.make(_Parts(source, [name for name, _ in weight.parts]))
-        if value.shape != wanted.shape:
-            raise ValueError(f"weight {'.'.join(weight.place)} was made with shape {value.shape}, not {wanted.shape}")
-        tree[weight.place] = jax.device_put(np.ascontiguousarray(value).astype(wanted.dtype, copy=False))
-        done += tree[weight.place].nbytes
+        box = promised[weight.place]
+        if weight.shape != box.value.shape:
+            raise ValueError(f"weight {'.'.join(weight.place)} was made with shape {weight.shape}, not {box.value.shape}")
+        value = _placed(source, weight, box, placement)
+        place, turn = (weight.place, None) if loop is None else loop.place(weight.place)
+        if turn is not None:
+            value = _in_stack(tree.get(place), value, turn, loop.times, placement and placement.sharding((axes.LAYERS, *box.names)))
+        tree[place] = value
+        made.add(weight.place)
+        done += box.value.size * box.value.dtype.itemsize
         if progress is not None and progress.on_terminal:
             progress.advance(f"Reading {source.path.name}", done, total)
-    if absent := promised.keys() - tree.keys():
+    if absent := promised.keys() - made:
         raise ValueError(f"no tensors are named for the weights {sorted('.'.join(place) for place in absent)}")
     return flax.traverse_util.unflatten_dict(tree)
+
+
+def _placed(source: Source, weight: tensors.Weight, box: Any, placement: Placement | None) -> jax.Array:
+    """A weight on its devices; of each part that several of this process hold, the tensors are read once."""
+    shape, dtype = box.value.shape, box.value.dtype
+
+    def part(index: tensors.Index) -> np.ndarray:
+        return np.ascontiguousarray(weight.cut(source, index)).astype(dtype, copy=False)
+
+    if placement is None:
+        return jax.device_put(part(tuple((0, size) for size in shape)))
+    sharding = placement.sharding(box.names)
+    holders: dict[tensors.Index, list[jax.Device]] = {}
+    for device, slices in sharding.addressable_devices_indices_map(shape).items():
+        index = tuple(each.indices(size)[:2] for each, size in zip(slices, shape, strict=True))
+        holders.setdefault(index, []).append(device)
+    arrays = []
+    for index, devices in holders.items():
+        value = part(index)
+        arrays += [jax.device_put(value, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _in_stack(stack: jax.Array | None, value: jax.Array, turn: int, times: int, sharding: Any) -> jax.Array:
+    """The stack of `times` weights (made now, if there is none) with one more in its place, on the devices."""
+    if stack is None:
+        stack = jnp.zeros((times, *value.shape), value.dtype, device=sharding)
+    return _set_turn(stack, value, turn)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _set_turn(stack: jax.Array, value: jax.Array, turn: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, value, turn, 0)
 
 
 def _check(source: Source, weights: list[tensors.Weight]) -> None:

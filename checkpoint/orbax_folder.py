@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from model import ModelConfig, abstract_params, serialize
+from model import ModelConfig, abstract_params, copied, fit, loop_of, serialize, stacked
 from runtime import UserError
+from sharding import Placement, is_names
 
 MANIFEST = "diptych.json"
 PARAMS = "params"
@@ -138,6 +139,29 @@ def load(
 
     target = jax.tree_util.tree_map_with_path(wanted, abstract, jax.tree.broadcast(shardings, abstract))
     return manifest.config, _load_params(folder / PARAMS, target)
+
+
+def load_placed(folder: str | os.PathLike[str], dtype: jnp.dtype, placement: Placement | None, layer_loop: str) -> tuple[ModelConfig, Any]:
+    """`load`, as `checkpoint.load` wants it: split over a mesh, and with repeating layers stacked or not, however it was saved.
+
+    What was saved for another number of devices is restored as it was, split as far as that goes, and changed on the devices.
+    """
+    saved = describe(folder).config
+    wanted = saved if placement is None else fit(saved, placement)
+    names = jax.tree.map(lambda box: box.names, abstract_params(saved), is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+    shapes = _promised(saved)
+    shardings = None
+    if placement is not None:
+        shardings = jax.tree.map(lambda each, leaf: placement.dividing(each, leaf.shape), names, shapes, is_leaf=is_names)
+    _, params = load(folder, dtype, shardings)
+    if wanted != saved or loop_of(wanted, layer_loop) is not None:
+        boxes = abstract_params(wanted, layer_loop=layer_loop)
+        target = None
+        if placement is not None:
+            target = jax.tree.map(lambda box: placement.sharding(box.names), boxes, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+        change = jax.jit(lambda params: stacked(wanted, copied(saved, wanted, params), layer_loop), out_shardings=target, donate_argnums=0)
+        params = change(params)
+    return wanted, params
 
 
 def describe(folder: str | os.PathLike[str]) -> Manifest:

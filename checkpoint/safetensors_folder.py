@@ -21,6 +21,7 @@ import numpy as np
 from checkpoint import quant_methods
 from checkpoint.mapped import listed, looks_like, map_bytes, part_name, strerror
 from checkpoint.pieces import Refused, Stored, Weight
+from checkpoint.source import Box
 from runtime import UserError
 
 DTYPES = {
@@ -82,14 +83,17 @@ class SafetensorsFolder:
         """
         return self._weight(name).stored
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor: float32, float16 and bfloat16 (and integers) as a read-only view of the file; all else dequantized to float32.
+    def read(self, name: str, box: Box = ()) -> np.ndarray:
+        """The tensor, or a box of it: float32, float16 and bfloat16 (and integers) as a read-only view of the file; all else dequantized to
+        float32.
 
         Raises:
             UserError: no such tensor, or its file is gone.
         """
         shape = self.shape(name)
-        return self.read_rows(name, 0, shape[0] if shape else 0)
+        start, stop, _ = box[0].indices(shape[0]) if box else (0, shape[0] if shape else 0, 1)
+        rows = self.read_rows(name, start, stop)
+        return rows[(slice(None), *box[1:])] if len(box) > 1 else rows
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """`read(name)[start:stop]`; other rows are neither read nor dequantized.

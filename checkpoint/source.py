@@ -5,6 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
+Box = tuple[slice, ...]  # of a tensor's axes, from the first on: start and stop of each; () is all
+
 
 class Source(Protocol):
     """Named tensors that are read one at a time, so that the host never holds more than the one in hand.
@@ -22,5 +24,6 @@ class Source(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """The tensor's shape, row-major: a weight matrix is (out, in)."""
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor: float32, bfloat16 or float16 (integers and booleans as they are), read-only where it is a view of the file."""
+    def read(self, name: str, box: Box = ()) -> np.ndarray:
+        """The tensor, or a box of it: float32, bfloat16 or float16 (integers and booleans as they are), read-only where it is a view of the
+        file. Of a box, only what is needed is read: its rows, and of packed ones its columns by whole blocks."""

@@ -4,24 +4,58 @@ One set of names per family, Hugging Face's; a GGUF file is read under the same 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from checkpoint.source import Source
+from checkpoint.source import Box, Source
 from model import AttentionConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
 
 Place = tuple[str, ...]  # of a weight in the parameter tree
 Parts = Sequence[np.ndarray]  # each is read when it is asked for
+Index = tuple[tuple[int, int], ...]  # start and stop along each of a weight's axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """How one weight of the tree is made."""
+    """How one weight of the tree, or a part of it, is made.
+
+    Attributes:
+      place: where it stands.
+      shape: of the whole weight.
+      parts: names of the tensors, and the shapes that they must have.
+      reads: an index -> which boxes of which tensors make that part of the weight.
+      make: what was read, and the index -> the part.
+      axes: of those axes, a part can be made of a part of the tensors; along others all is made.
+    """
 
     place: Place
-    parts: tuple[tuple[str, tuple[int, ...]], ...]  # names of the tensors, and the shapes that they must have
-    make: Callable[[Parts], np.ndarray]
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    reads: Callable[[Index], list[tuple[str, Box]]]
+    make: Callable[[Parts, Index], np.ndarray]
+    axes: frozenset[int]
+
+    def cut(self, source: Source, index: Index) -> np.ndarray:
+        """A part of the weight, of which nothing else is read that can be told apart."""
+        wanted = tuple(part if axis in self.axes else (0, size) for axis, (part, size) in enumerate(zip(index, self.shape, strict=True)))
+        value = self.make(_Parts(source, self.reads(wanted)), wanted)
+        rest = tuple(slice(None) if axis in self.axes else slice(*part) for axis, part in enumerate(index))
+        return value[rest] if rest else value
+
+
+class _Parts(Sequence):
+    """What makes a weight, each tensor (or box of one) read when it is asked for."""
+
+    def __init__(self, source: Source, reads: Sequence[tuple[str, Box]]):
+        self._source, self._reads = source, reads
+
+    def __len__(self) -> int:
+        return len(self._reads)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return self._source.read(*self._reads[number])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +104,10 @@ NAMES: dict[str, Names] = {
 def weights(config: ModelConfig, names: Names, source: Source) -> Iterator[Weight]:
     """Every weight of the tree. The source is only asked for names, to choose between layouts that its family comes in."""
     D, known = config.width, source.names()
-    yield _one(("embedding",), "model.embed_tokens.weight", (config.vocab_size, D))
+    yield _padded(_one(("embedding",), "model.embed_tokens.weight", (config.num_tokens, D)), config.vocab_padding)
     yield _norm(("final_norm", "scale"), "model.norm.weight", D, names)
     if not config.tie_embeddings:
-        yield _one(("head",), "lm_head.weight", (config.vocab_size, D))
+        yield _padded(_one(("head",), "lm_head.weight", (config.num_tokens, D)), config.vocab_padding)
     for number, layer in enumerate(config.layers):
         place, prefix = (f"layer_{number}",), f"model.layers.{number}."
         before, after = layer.norms in ("pre", "sandwich"), layer.norms in ("post", "sandwich")
@@ -88,45 +122,129 @@ def weights(config: ModelConfig, names: Names, source: Source) -> Iterator[Weigh
             yield from _gated((*place, "mlp"), f"{prefix}mlp", layer.mlp, D, known)
 
 
-def _one(place: Place, name: str, shape: tuple[int, ...], into: tuple[int, ...] | None = None) -> Weight:
-    """A weight that is a tensor, perhaps in another shape."""
-    return Weight(place, ((name, shape),), lambda parts: parts[0] if into is None else parts[0].reshape(into))
+def _one(
+    place: Place,
+    name: str,
+    shape: tuple[int, ...],
+    into: tuple[int, ...] | None = None,
+    change: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> Weight:
+    """A weight that is a tensor, perhaps in another shape: each axis of the tensor is one or several neighbouring ones of the weight.
+
+    Args:
+      change: of the values, in the weight's shape; it must leave the axes along which the tensor is cut as they are.
+    """
+    into = shape if into is None else into
+    groups = _groups(shape, into)
+
+    def reads(index: Index) -> list[tuple[str, Box]]:
+        return [
+            (
+                name,
+                tuple(slice(*(bound * (size // into[first]) for bound in index[first])) for size, first in zip(shape, groups, strict=True)),
+            )
+        ]
+
+    def make(parts: Parts, index: Index) -> np.ndarray:
+        value = parts[0].reshape([stop - start for start, stop in index])
+        return value if change is None else change(value)
+
+    return Weight(place, into, ((name, shape),), reads, make, frozenset(groups))
+
+
+def _groups(shape: tuple[int, ...], into: tuple[int, ...]) -> list[int]:
+    """Of each axis of `shape`, the first of those of `into` that it is split into."""
+    firsts, at = [], 0
+    for size in shape:
+        firsts.append(at)
+        product = 1
+        while product < size or at == firsts[-1]:
+            product *= into[at]
+            at += 1
+    return firsts
 
 
 def _norm(place: Place, name: str, width: int, names: Names, into: tuple[int, ...] | None = None) -> Weight:
-    def make(parts: Parts) -> np.ndarray:
-        scale = parts[0].astype(np.float32) + np.float32(names.norm_offset)
-        return scale if into is None else scale.reshape(into)
+    return _one(place, name, (width,), into, lambda scale: scale.astype(np.float32) + np.float32(names.norm_offset))
 
-    return Weight(place, ((name, (width,)),), make)
+
+def _padded(weight: Weight, rows: int) -> Weight:
+    """With as many rows of zeros at the end that no tensor has."""
+    held = weight.shape[0]
+
+    def known(index: Index) -> Index:
+        return ((min(index[0][0], held), min(index[0][1], held)), *index[1:])
+
+    def make(parts: Parts, index: Index) -> np.ndarray:
+        value = weight.make(parts, known(index))
+        missing = index[0][1] - index[0][0] - len(value)
+        return value if not missing else np.concatenate([value, np.zeros((missing, *value.shape[1:]), value.dtype)])
+
+    shape = (held + rows, *weight.shape[1:])
+    return Weight(weight.place, shape, weight.parts, lambda index: weight.reads(known(index)), make, weight.axes) if rows else weight
+
+
+def _copied(weight: Weight, copies: int) -> Weight:
+    """With each entry along the first axis as often as `copies` says."""
+    shape = (weight.shape[0] * copies, *weight.shape[1:])
+
+    def own(index: Index) -> Index:
+        return ((index[0][0] // copies, -(-index[0][1] // copies)), *index[1:])
+
+    def make(parts: Parts, index: Index) -> np.ndarray:
+        return weight.make(parts, own(index))[np.arange(*index[0]) // copies - index[0][0] // copies]
+
+    return Weight(weight.place, shape, weight.parts, lambda index: weight.reads(own(index)), make, weight.axes) if copies > 1 else weight
 
 
 def _grouped(place: Place, prefix: str, c: AttentionConfig, D: int, names: Names, known: set[str]) -> Iterator[Weight]:
     N, K, G, H = c.num_heads, c.num_kv_heads, c.queries_per_kv, c.head_dim
+    held = K // c.kv_copies  # of the checkpoint's KV heads
     rotated = c.rope.dim if c.rope is not None and names.neighbours else 0
 
-    def joined(parts: Parts) -> np.ndarray:
-        if len(parts) == 1:  # all rows of q, then of k, then of v
-            parts = np.split(parts[0], [N * H, (N + K) * H])
-        q, k, v = (part.reshape(-1, H, *part.shape[1:]) for part in parts)
-        q, k = _half_split(q, rotated), _half_split(k, rotated)
-        return np.concatenate([part.reshape(K, -1, *part.shape[1:]) for part in (q, k, v)], axis=1)  # [K, G + 2, H, ...]
+    def joined(kind: str, name: str, *rest: int) -> Weight:
+        """[K, G + 2, H, ...] of the rows of q, k and v, which are tensors of their own or follow one another in one."""
 
-    def qkv(kind: str, *rest: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        if f"{prefix}qkv_proj.{kind}" in known:
-            return ((f"{prefix}qkv_proj.{kind}", ((N + 2 * K) * H, *rest)),)
-        return tuple((f"{prefix}{part}_proj.{kind}", (heads * H, *rest)) for part, heads in (("q", N), ("k", K), ("v", K)))
+        def heads(part: str, count: int, each: int) -> Weight:
+            change = functools.partial(_half_split, rotated=each)
+            return _one(place, f"{prefix}{part}_proj.{kind}", (count * H, *rest), (count, H, *rest), change)
 
-    yield Weight((*place, "wqkv"), qkv("weight", D), joined)
+        q, k, v = heads("q", N, rotated), heads("k", held, rotated), heads("v", held, 0)
+        fused = f"{prefix}qkv_proj.{kind}"
+
+        def of_heads(index: Index) -> list[tuple[Weight, Index]]:
+            (start, stop), *others = index[0], *index[3:]
+            own = start // c.kv_copies, -(-stop // c.kv_copies)
+            return [(q, ((start * G, stop * G), (0, H), *others)), *((each, (own, (0, H), *others)) for each in (k, v))]
+
+        def reads(index: Index) -> list[tuple[str, Box]]:
+            boxes = [read for each, own in of_heads(index) for read in each.reads(own)]
+            if fused not in known:
+                return boxes
+            first = (0, N * H, (N + held) * H)
+            return [(fused, (slice(box[0].start + at, box[0].stop + at), *box[1:])) for (_, box), at in zip(boxes, first, strict=True)]
+
+        def make(parts: Parts, index: Index) -> np.ndarray:
+            start, stop = index[0]
+            copies = np.arange(start, stop) // c.kv_copies - start // c.kv_copies
+            rows_q, rows_k, rows_v = (each.make([parts[i]], own) for i, (each, own) in enumerate(of_heads(index)))
+            grouped = rows_q.reshape(stop - start, G, *rows_q.shape[1:])
+            return np.concatenate([grouped, rows_k[copies][:, None], rows_v[copies][:, None]], axis=1)
+
+        tensors = ((fused, ((N + 2 * held) * H, *rest)),) if fused in known else tuple(part for each in (q, k, v) for part in each.parts)
+        return Weight((*place, name), (K, G + 2, H, *rest), tensors, reads, make, frozenset({0, 3}) if rest else frozenset({0}))
+
+    yield joined("weight", "wqkv", D)
     yield _one((*place, "wo"), f"{prefix}o_proj.weight", (D, N * H), (D, K, G, H))
     if c.qkv_bias:
-        yield Weight((*place, "bqkv"), qkv("bias"), joined)
+        yield joined("bias", "bqkv")
     if c.out_bias:
         yield _one((*place, "bo"), f"{prefix}o_proj.bias", (D,))
     if c.qk_norm is not None:
         whole = c.qk_norm == "full"
         yield _norm((*place, "q_norm"), f"{prefix}q_norm.weight", N * H if whole else H, names, (K, G, H) if whole else None)
-        yield _norm((*place, "k_norm"), f"{prefix}k_norm.weight", K * H if whole else H, names, (K, H) if whole else None)
+        k_norm = _norm((*place, "k_norm"), f"{prefix}k_norm.weight", held * H if whole else H, names, (held, H) if whole else None)
+        yield _copied(k_norm, c.kv_copies) if whole else k_norm
     if c.sinks:
         yield _one((*place, "sinks"), f"{prefix}sinks", (N,), (K, G))
 
@@ -135,29 +253,38 @@ def _latent(place: Place, prefix: str, c: MLAConfig, D: int, names: Names, known
     N, C, P, R, V = c.num_heads, c.kv_rank, c.nope_dim, c.rope.dim, c.value_dim
     rotated = R if names.neighbours else 0
 
-    def queries(parts: Parts) -> np.ndarray:
-        heads = parts[0].reshape(N, P + R, -1)
+    def queries(heads: np.ndarray) -> np.ndarray:
         return np.concatenate([heads[:, :P], _half_split(heads[:, P:], rotated)], axis=1)
 
-    def keys(parts: Parts) -> np.ndarray:
-        return np.concatenate([parts[0][:C], _half_split(parts[0][None, C:], rotated)[0]])
+    def keys(rows: np.ndarray) -> np.ndarray:
+        return np.concatenate([rows[:C], _half_split(rows[None, C:], rotated)[0]])
+
+    def part_of_up(name: str, first: int, count: int) -> Weight:
+        """[N, count, C]: of every head's key rows, then its value rows."""
+        whole = _one((*place, name), f"{prefix}kv_b_proj.weight", (N * (P + V), C), (N, P + V, C))
+
+        def make(parts: Parts, index: Index) -> np.ndarray:
+            return whole.make(parts, (index[0], (0, P + V), index[2]))[:, first : first + count]
+
+        return Weight(
+            whole.place, (N, count, C), whole.parts, lambda index: whole.reads((index[0], (0, P + V), index[2])), make, whole.axes
+        )
 
     if c.q_rank is None:
-        yield Weight((*place, "wq"), ((f"{prefix}q_proj.weight", (N * (P + R), D)),), queries)
+        yield _one((*place, "wq"), f"{prefix}q_proj.weight", (N * (P + R), D), (N, P + R, D), queries)
     else:
         yield _one((*place, "wq_a"), f"{prefix}q_a_proj.weight", (c.q_rank, D))
         yield _norm((*place, "q_norm", "scale"), f"{prefix}q_a_layernorm.weight", c.q_rank, names)
-        yield Weight((*place, "wq"), ((f"{prefix}q_b_proj.weight", (N * (P + R), c.q_rank)),), queries)
-    yield Weight((*place, "wkv_a"), ((f"{prefix}kv_a_proj_with_mqa.weight", (C + R, D)),), keys)
+        yield _one((*place, "wq"), f"{prefix}q_b_proj.weight", (N * (P + R), c.q_rank), (N, P + R, c.q_rank), queries)
+    yield _whole_rows(_one((*place, "wkv_a"), f"{prefix}kv_a_proj_with_mqa.weight", (C + R, D), change=keys))
     yield _norm((*place, "kv_norm", "scale"), f"{prefix}kv_a_layernorm.weight", C, names)
-    up = ((f"{prefix}kv_b_proj.weight", (N * (P + V), C)),)  # every head's key rows, then its value rows
-    yield Weight((*place, "w_uk"), up, lambda parts: parts[0].reshape(N, P + V, C)[:, :P])
-    yield Weight((*place, "w_uv"), up, lambda parts: parts[0].reshape(N, P + V, C)[:, P:])
+    yield part_of_up("w_uk", 0, P)
+    yield part_of_up("w_uv", P, V)
     yield _one((*place, "wo"), f"{prefix}o_proj.weight", (D, N * V), (D, N, V))
     if c.bias:
         if c.q_rank is not None:
             yield _one((*place, "bq_a"), f"{prefix}q_a_proj.bias", (c.q_rank,))
-        yield Weight((*place, "bkv_a"), ((f"{prefix}kv_a_proj_with_mqa.bias", (C + R,)),), keys)
+        yield _whole_rows(_one((*place, "bkv_a"), f"{prefix}kv_a_proj_with_mqa.bias", (C + R,), change=keys))
         yield _one((*place, "bo"), f"{prefix}o_proj.bias", (D,))
     if (i := c.indexer) is not None:
         inner = f"{prefix}indexer."
@@ -169,19 +296,36 @@ def _latent(place: Place, prefix: str, c: MLAConfig, D: int, names: Names, known
         yield _one((*place, "index_k_norm", "bias"), f"{inner}k_norm.bias", (i.head_dim,))
 
 
+def _whole_rows(weight: Weight) -> Weight:
+    """Not to be cut along its first axis, whose entries change places."""
+    return dataclasses.replace(weight, axes=weight.axes - {0})
+
+
 def _gated(place: Place, prefix: str, c: MLPConfig, D: int, known: set[str]) -> Iterator[Weight]:
-    def pair(kind: str, *rest: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        if f"{prefix}.gate_up_proj.{kind}" in known:  # all rows of gate, then of up
-            return ((f"{prefix}.gate_up_proj.{kind}", (2 * c.hidden, *rest)),)
-        return tuple((f"{prefix}.{part}_proj.{kind}", (c.hidden, *rest)) for part in ("gate", "up"))
+    F = c.hidden
 
-    def both(parts: Parts) -> np.ndarray:
-        return parts[0].reshape(2, c.hidden, *parts[0].shape[1:]) if len(parts) == 1 else np.stack(parts)
+    def pair(kind: str, name: str, *rest: int) -> Weight:
+        """[2, F, ...] of the rows of gate and up, which are tensors of their own or follow one another in one."""
+        fused = f"{prefix}.gate_up_proj.{kind}"
+        if fused in known:
+            tensors = ((fused, (2 * F, *rest)),)
+        else:
+            tensors = tuple((f"{prefix}.{part}_proj.{kind}", (F, *rest)) for part in ("gate", "up"))
 
-    yield Weight((*place, "w_gate_up"), pair("weight", D), both)
-    yield _one((*place, "w_down"), f"{prefix}.down_proj.weight", (D, c.hidden))
+        def reads(index: Index) -> list[tuple[str, Box]]:
+            (start, stop), *others = index[1:]
+            first = (0, F) if fused in known else (0, 0)
+            named = (tensors[0][0], tensors[-1][0])
+            return [
+                (name, (slice(at + start, at + stop), *(slice(*each) for each in others))) for name, at in zip(named, first, strict=True)
+            ]
+
+        return Weight((*place, name), (2, F, *rest), tensors, reads, lambda parts, _: _stacked(parts), frozenset(range(1, 2 + len(rest))))
+
+    yield pair("weight", "w_gate_up", D)
+    yield _one((*place, "w_down"), f"{prefix}.down_proj.weight", (D, F))
     if c.bias:
-        yield Weight((*place, "b_gate_up"), pair("bias"), both)
+        yield pair("bias", "b_gate_up")
         yield _one((*place, "b_down"), f"{prefix}.down_proj.bias", (D,))
 
 
@@ -195,25 +339,52 @@ def _mixture(place: Place, prefix: str, c: MoEConfig, D: int, names: Names) -> I
     if names.interleaved_experts:
         all_experts = f"{prefix}mlp.experts."
 
-        def take_turns(parts: Parts) -> np.ndarray:  # [E, D, 2F] or [E, 2F] -> [E, 2, F, ...]
-            rows = parts[0].swapaxes(1, 2) if parts[0].ndim == 3 else parts[0]
-            return rows.reshape(E, F, 2, *rows.shape[2:]).swapaxes(1, 2)
+        def in_turns(name: str, kind: str, *rest: int) -> Weight:
+            """[E, 2, F, ...] of rows of gate and up in turns; those of matrices are their last axis: [E, D, 2F]."""
 
-        yield Weight((*place, "w_gate_up"), ((f"{all_experts}gate_up_proj", (E, D, 2 * F)),), take_turns)
-        yield Weight((*place, "w_down"), ((f"{all_experts}down_proj", (E, F, D)),), lambda parts: parts[0].swapaxes(1, 2))
-        yield Weight((*place, "b_gate_up"), ((f"{all_experts}gate_up_proj_bias", (E, 2 * F)),), take_turns)
+            def reads(index: Index) -> list[tuple[str, Box]]:
+                experts, _, (start, stop), *others = index
+                return [(f"{all_experts}{kind}", tuple(slice(*each) for each in (experts, *others, (2 * start, 2 * stop))))]
+
+            def make(parts: Parts, index: Index) -> np.ndarray:
+                rows = np.moveaxis(parts[0], -1, 1)
+                return rows.reshape(len(rows), -1, 2, *rows.shape[2:]).swapaxes(1, 2)
+
+            axes = frozenset({0, 2, 3} if rest else {0, 2})
+            return Weight((*place, name), (E, 2, F, *rest), ((f"{all_experts}{kind}", (E, *rest, 2 * F)),), reads, make, axes)
+
+        def turned(index: Index) -> list[tuple[str, Box]]:
+            return [(f"{all_experts}down_proj", tuple(slice(*index[axis]) for axis in (0, 2, 1)))]
+
+        yield in_turns("w_gate_up", "gate_up_proj", D)
+        down = ((f"{all_experts}down_proj", (E, F, D)),)
+        yield Weight((*place, "w_down"), (E, D, F), down, turned, lambda parts, _: parts[0].swapaxes(1, 2), frozenset({0, 1, 2}))
+        yield in_turns("b_gate_up", "gate_up_proj_bias")
         yield _one((*place, "b_down"), f"{all_experts}down_proj_bias", (E, D))
     else:
+
+        def each(name: str, wanted: tuple[str, ...], kind: str, *shape: int) -> Weight:
+            """[E, ...], or [E, n, ...] for n tensors per expert."""
+            lead = (E,) if len(wanted) == 1 else (E, len(wanted))
+
+            def reads(index: Index) -> list[tuple[str, Box]]:
+                box = tuple(slice(*part) for part in index[len(lead) :])
+                return [(f"{prefix}{part.format(e)}.{kind}", box) for e in range(*index[0]) for part in wanted]
+
+            def make(parts: Parts, index: Index) -> np.ndarray:
+                rows = _stacked(parts)
+                return rows.reshape(-1, *lead[1:], *rows.shape[1:])
+
+            tensors = tuple((f"{prefix}{part.format(e)}.{kind}", shape) for e in range(E) for part in wanted)
+            axes = frozenset({0, *range(len(lead), len(lead) + len(shape))})
+            return Weight((*place, name), (*lead, *shape), tensors, reads, make, axes)
+
         pair, down = (names.expert_gate, names.expert_up), (names.expert_down,)
-
-        def each(wanted: tuple[str, ...], kind: str, *shape: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-            return tuple((f"{prefix}{name.format(e)}.{kind}", shape) for e in range(E) for name in wanted)
-
-        yield Weight((*place, "w_gate_up"), each(pair, "weight", F, D), lambda parts: _stacked(parts).reshape(E, 2, F, D))
-        yield Weight((*place, "w_down"), each(down, "weight", D, F), _stacked)
+        yield each("w_gate_up", pair, "weight", F, D)
+        yield each("w_down", down, "weight", D, F)
         if c.expert.bias:
-            yield Weight((*place, "b_gate_up"), each(pair, "bias", F), lambda parts: _stacked(parts).reshape(E, 2, F))
-            yield Weight((*place, "b_down"), each(down, "bias", D), _stacked)
+            yield each("b_gate_up", pair, "bias", F)
+            yield each("b_down", down, "bias", D)
     if c.shared is not None:
         yield from _gated((*place, "shared"), f"{prefix}{names.shared}", c.shared, D, set())
     if c.shared_gate:

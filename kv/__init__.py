@@ -13,6 +13,7 @@ from kv.offload import HostPages, copy_pages, read_pages, write_pages
 from kv.pager import Pager, pool_sizes
 from kv.pages import OutOfPages, PageAllocator
 from kv.prefix import PageGroup, PrefixTree
+from kv.split_pager import SplitPager
 from kv.transfer import export_row, import_row
 from kv.types import AttentionSpec, KeyValue, LatentQuery, LatentRow, LatentSpec, LatentWeights, LayerSpec, Query, Step
 
@@ -36,6 +37,7 @@ __all__ = [
     "Pager",
     "PrefixTree",
     "Query",
+    "SplitPager",
     "Step",
     "bytes_per_token",
     "copy_pages",

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from kv.format import Format
@@ -70,6 +71,11 @@ class Cache(struct.PyTreeNode):
     def placement(self) -> Placement | None:
         """How the cache is split over a mesh."""
         return getattr(self.stores[0], "placement", None)
+
+    def with_tables(self, tables: Sequence[np.ndarray]) -> "Cache":
+        """The cache with the host's page tables, int32 [B, M] per page group."""
+        put = jnp.asarray if self.placement is None else self.placement.put
+        return self.replace(tables=tuple(put(table.astype(np.int32)) for table in tables))
 
     def constrained(self) -> "Cache":
         """Inside jit: the cache where it belongs, whatever the compiler thinks of it."""

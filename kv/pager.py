@@ -1,9 +1,8 @@
 """The host's side of a paged cache: which pages each row holds, and which prompts' pages later prompts can begin with."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 from kv.account import page_bytes
@@ -12,7 +11,7 @@ from kv.format import Format
 from kv.host_store import Handle, HostStore
 from kv.offload import HostPages, copy_pages, read_pages, write_pages
 from kv.pages import OutOfPages, PageAllocator
-from kv.prefix import Match, PrefixTree
+from kv.prefix import Counters, Match, PrefixTree
 from kv.residency import PageGroup
 from runtime import UserError
 
@@ -46,6 +45,7 @@ class Pager:
     Attributes:
       tree: the prefix tree; give rows their tokens' pages back to it with `commit`.
       page_size: C.
+      changed: whether a table changed since the last `apply`.
     """
 
     def __init__(
@@ -56,14 +56,16 @@ class Pager:
         format: Format,
         pages: Sequence[int] | None = None,
         host: HostStore | None = None,
+        part: int = 0,
     ):
         """Args: as of `kv.init`, whose cache this is for; `format.page_size` must be set. `host` keeps what the tree gives up; None drops
-        it."""
+        it. `part`: of a cache that is split over a mesh, whose rows and pages these are (see `SplitPager`); here they count from 0."""
         if format.page_size is None:
             raise ValueError("a format without page_size has no pages: give one, or use no pager")
         sizes = default_pages(config, batch, capacity, format) if pages is None else pages
         windows = page_groups(config, capacity, format)
         self.page_size, self._margin, self._capacity = format.page_size, format.margin, capacity
+        self._part, self._batch = part, batch
         self.groups = tuple(PageGroup(PageAllocator(size), window) for size, window in zip(sizes, windows, strict=True))
         self.tree = PrefixTree(self.page_size, self.groups, None if host is None else self._park)
         self._host, self._page_bytes = host, [page_bytes(config, window, capacity, format) for window in windows]
@@ -73,7 +75,7 @@ class Pager:
         self._tables = [np.full((batch, width), group.allocator.num_pages, np.int32) for group in self.groups]
         self._copies: list[dict[int, int]] = [{} for _ in self.groups]  # page -> the one whose content it is to have
         self._lengths: dict[int, int] = {}  # of rows that start with a prefix
-        self._changed = True
+        self.changed = True
 
     def start(self, row: int, tokens: Sequence[int], namespace: Hashable = None) -> int:
         """Empties a row, and gives it the pages of the longest cached prefix of `tokens` that leaves at least one token to read.
@@ -90,7 +92,7 @@ class Pager:
             table[row, : len(pages)] = [group.allocator.num_pages if page is None else page for page in pages]
         self.tree.release(match)  # the row's own references keep the pages
         self._lengths[row] = match.num_tokens
-        self._changed = True
+        self.changed = True
         return match.num_tokens
 
     def reserve(self, row: int, start: int, end: int) -> int:
@@ -135,7 +137,7 @@ class Pager:
                     group.allocator.share(page)
             table[target, :count] = table[source, :count]
         self._lengths[target] = length
-        self._changed = True
+        self.changed = True
 
     def commit(self, row: int, tokens: Sequence[int], namespace: Hashable = None) -> None:
         """Caches the whole pages of `tokens`, which the row holds, for prompts that begin alike."""
@@ -148,29 +150,47 @@ class Pager:
 
     def apply(self, cache: Cache) -> Cache:
         """The cache (donated) with what was decided since the last time: pages moved and copied, tables and lengths set."""
+        cache = self.move(cache)
+        if self.changed:
+            cache = cache.with_tables([self.table(number, 1) for number in range(len(self.groups))])
+            self.changed = False
+        return cache
+
+    def table(self, number: int, parts: int) -> np.ndarray:
+        """A group's page table int32 [batch, M], in numbers of the whole pool, of which this is one of `parts`."""
+        table, pages = self._tables[number], self.groups[number].allocator.num_pages
+        return np.where(table < pages, table + self._part * pages, parts * pages)
+
+    def move(self, cache: Cache) -> Cache:
+        """`apply`, but for the tables."""
+
+        def whole(number: int, pages: Iterable[int]) -> list[int]:
+            return [page + self._part * self.groups[number].allocator.num_pages for page in pages]
+
         for number, moves in enumerate(self._parking):
             if moves:
-                contents = read_pages(cache, number, [move.page for move in moves]).split()
+                contents = read_pages(cache, number, whole(number, [move.page for move in moves])).split()
                 for move, content in zip(moves, contents, strict=True):
                     move.handle = self._host.put(content)
                 moves.clear()
         for number, copies in enumerate(self._copies):
             if copies:
-                cache = copy_pages(cache, number, list(copies.values()), list(copies))
+                cache = copy_pages(cache, number, whole(number, copies.values()), whole(number, copies))
                 copies.clear()
         for number, moves in enumerate(self._restoring):
             if moves:
                 contents = HostPages.join([self._host.get(move.handle) for move in moves.values()])
-                cache = write_pages(cache, number, list(moves), contents)
+                cache = write_pages(cache, number, whole(number, moves), contents)
                 moves.clear()
         if self._lengths:
-            rows, lengths = (jnp.asarray(list(each), jnp.int32) for each in (self._lengths.keys(), self._lengths.values()))
-            cache = cache.replace(lengths=cache.lengths.at[rows].set(lengths))
+            rows, lengths = (np.asarray(list(each), np.int32) for each in (self._lengths.keys(), self._lengths.values()))
+            cache = cache.replace(lengths=cache.lengths.at[rows + self._part * self._batch].set(lengths))
             self._lengths.clear()
-        if self._changed:
-            cache = cache.replace(tables=tuple(jnp.asarray(table.copy()) for table in self._tables))
-            self._changed = False
         return cache
+
+    def counters(self) -> Counters:
+        """What the prefix tree counted."""
+        return self.tree.counters
 
     def pools(self) -> list[PoolUse]:
         """How full each pool is."""
@@ -194,13 +214,13 @@ class Pager:
                 self._copies[number][page] = self._copies[number].get(old, old)
             self._release(number, old)
         table[row, index] = page
-        self._changed = True
+        self.changed = True
 
     def _drop(self, number: int, row: int, indices: range) -> None:
         held, none = self._tables[number][row, indices.start : indices.stop], self.groups[number].allocator.num_pages
         for page in held[held != none].tolist():
             self._release(number, page)
-            self._changed = True
+            self.changed = True
         held[:] = none
 
     def _take(self, number: int) -> int:

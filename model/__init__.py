@@ -1,7 +1,7 @@
 """Floor 3: what a model is (`ModelConfig`), the Flax Transformer, and the two programs, `prefill` and `decode_step`."""
 
 from model.config import AttentionConfig, IndexerConfig, LayerConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
-from model.fit import fit
+from model.fit import copied, fit
 from model.loop import LAYER_LOOPS, Loop, find_loop, loop_of
 from model.rope import FactorScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
 from model.router import RouterConfig
@@ -26,6 +26,7 @@ __all__ = [
     "Transformer",
     "YarnScaling",
     "abstract_params",
+    "copied",
     "decode_step",
     "find_loop",
     "fit",

@@ -159,6 +159,11 @@ class ModelConfig:
             raise UserError(f"vocab_padding {self.vocab_padding} is not within 0 to vocab_size {self.vocab_size}: the metadata is damaged")
 
     @property
+    def num_tokens(self) -> int:
+        """Of the vocabulary, without what pads it."""
+        return self.vocab_size - self.vocab_padding
+
+    @property
     def cache_layers(self) -> tuple[kv.LayerSpec | kv.LatentSpec, ...]:
         """What each layer keeps per token: `kv.init` allocates from this."""
         return tuple(layer.attention.cache_layer for layer in self.layers)

@@ -2,6 +2,10 @@
 
 import dataclasses
 import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from model.config import AttentionConfig, LayerConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
 from runtime import UserError
@@ -23,6 +27,41 @@ def fit(config: ModelConfig, placement: Placement) -> ModelConfig:
     padding = -config.vocab_size % vocab
     layers = tuple(dataclasses.replace(layer, attention=_copied(layer.attention, shards)) for layer in config.layers)
     return dataclasses.replace(config, layers=layers, vocab_size=config.vocab_size + padding, vocab_padding=config.vocab_padding + padding)
+
+
+def copied(config: ModelConfig, fitted: ModelConfig, params: Any) -> Any:
+    """The (unrolled) parameters of a config as those of what `fit` made of it: KV heads copied, vocabulary padded with zeros."""
+
+    def padded(table: jax.Array) -> jax.Array:
+        return jnp.pad(table, ((0, fitted.vocab_size - config.vocab_size), (0, 0)))
+
+    params = dict(params)
+    params |= {name: padded(params[name]) for name in ("embedding", "head") if name in params}
+    for number, (before, after) in enumerate(zip(config.layers, fitted.layers, strict=True)):
+        if (times := _times(before.attention, after.attention)) > 1:
+            layer = dict(params[f"layer_{number}"])
+            layer["attention"] = _with_copies(layer["attention"], before.attention, times)
+            params[f"layer_{number}"] = layer
+    return params
+
+
+def _times(before: AttentionConfig | MLAConfig, after: AttentionConfig | MLAConfig) -> int:
+    return 1 if isinstance(before, MLAConfig) else after.num_kv_heads // before.num_kv_heads
+
+
+def _with_copies(weights: Any, attention: AttentionConfig, times: int) -> Any:
+    K, G = attention.num_kv_heads, attention.queries_per_kv
+
+    def queries(x: jax.Array, axis: int) -> jax.Array:  # [..., K, G, ...] -> [..., K * times, G / times, ...]
+        return x.reshape(*x.shape[:axis], K * times, G // times, *x.shape[axis + 2 :])
+
+    def joined(x: jax.Array) -> jax.Array:  # [K, G + 2, ...]
+        return jnp.concatenate([queries(x[:, :G], 0), jnp.repeat(x[:, G:], times, axis=0)], axis=1)
+
+    changes = {"wqkv": joined, "bqkv": joined, "wo": lambda x: queries(x, 1), "sinks": lambda x: queries(x, 0)}
+    if attention.qk_norm == "full":
+        changes |= {"q_norm": lambda x: queries(x, 0), "k_norm": lambda x: jnp.repeat(x, times, axis=0)}
+    return {name: changes[name](value) if name in changes else value for name, value in weights.items()}
 
 
 def _copied(attention: AttentionConfig | MLAConfig, shards: int) -> AttentionConfig | MLAConfig:

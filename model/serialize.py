@@ -80,6 +80,13 @@ def _fields(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
+@functools.cache
+def _required(cls: type) -> frozenset[str]:
+    """The fields without a default: others may be absent, as what was stored before there was such a field."""
+    nothing = dataclasses.MISSING
+    return frozenset(f.name for f in dataclasses.fields(cls) if f.init and f.default is nothing and f.default_factory is nothing)
+
+
 def _plain(value: Any, where: str) -> Any:
     cls = type(value)
     if _classes().get(cls.__name__) is cls:
@@ -126,7 +133,7 @@ def _instance(data: dict[str, Any], where: str, problems: list[str]) -> Any:
     cls = _classes()[name]
     hints, before = _fields(cls), len(problems)
     problems += [f"{where} ({name}) has unknown field {field!r}" for field in sorted(data.keys() - hints.keys() - {"class"})]
-    problems += [f"{where} ({name}) lacks field {field!r}" for field in sorted(hints.keys() - data.keys())]
+    problems += [f"{where} ({name}) lacks field {field!r}" for field in sorted(_required(cls) - data.keys())]
     values = {field: _value(data[field], f"{where}.{field}", problems) for field in hints if field in data}
     for field, value in values.items():
         if value is not _UNUSABLE and not _fits(value, hints[field]):

@@ -21,19 +21,20 @@ def platform() -> str:
     return jax.default_backend()
 
 
-def resolve_dtype(flag: str, name: str, known: Mapping[str, Any] = DTYPES) -> jnp.dtype:
+def resolve_dtype(flag: str, name: str, where: str, known: Mapping[str, Any] = DTYPES) -> jnp.dtype:
     """The number format that a flag value names.
 
     Args:
       flag: the flag's name, for the error.
       name: `auto` (f32 on CPU, where bf16 has no fast dot; bf16 elsewhere), or one of `known`.
+      where: the platform.
       known: formats by name.
 
     Raises:
       UserError: another name.
     """
     if name == "auto":
-        return jnp.dtype(jnp.float32 if platform() == "cpu" else jnp.bfloat16)
+        return jnp.dtype(jnp.float32 if where == "cpu" else jnp.bfloat16)
     if name not in known:
         raise UserError(f"--{flag}={name} is not known: use one of auto, {', '.join(known)}")
     return jnp.dtype(known[name])

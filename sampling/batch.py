@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from runtime import UserError
 from sampling.language_model import LanguageModel
 from sampling.loop import RUNNING, DecodeState, Sampled, decode, first_token, stop_rows
 from sampling.options import MAX_LOGPROBS, SamplingOptions, SamplingParams
+from sharding import axes
 
 CHUNK = 512  # tokens per prefill call at most: enough for full arithmetic speed, and a bound on its temporaries
 BUCKETS = (32, 64, 128, 256, CHUNK)  # padded lengths of a call: as many programs serve all prompts
@@ -53,6 +55,7 @@ class Batch:
       pending: dispatches whose tokens were not read yet.
       pager: which pages the rows hold, where the cache is paged.
       cached_tokens: [B], of each row's prompt, those that needed no prefill.
+      awaited: whether each program is waited for before the next is sent (see `sharding.Placement.awaited`).
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Batch:
     ):
         """Args:
         lm: the model.
-        size: B.
+        size: B; where rows are split over a mesh, it is rounded up to what can be.
         capacity: tokens per row.
         logprobs: None, or the most of the likeliest tokens that any request wants reported.
         steps: tokens per row and dispatch.
@@ -85,17 +88,24 @@ class Batch:
         self.steps = steps
         self.capacity = capacity
         self.logprobs = MAX_LOGPROBS if logprobs else logprobs  # two programs with log-probabilities, not twenty
-        self.pager: kv.Pager | None = None
-        pools = None
+        self.pager: kv.Pager | kv.SplitPager | None = None
+        pools, parts = None, 1 if lm.placement is None else lm.placement.shards(axes.BATCH)
+        size = -(-size // parts) * parts
         if lm.kv_format.page_size is not None:
-            pools = kv.pool_sizes(lm.config, size, capacity, lm.kv_format, pages)
-            self.pager = kv.Pager(lm.config, size, capacity, lm.kv_format, pools)
+            if pages is not None and pages % parts:
+                raise UserError(f"a pool of {pages} pages can't be split evenly into {parts} parts: give {-(-pages // parts) * parts}")
+            own = kv.pool_sizes(lm.config, size // parts, capacity, lm.kv_format, None if pages is None else pages // parts)
+            pools = tuple(parts * pool for pool in own)
+            if parts == 1:
+                self.pager = kv.Pager(lm.config, size, capacity, lm.kv_format, pools)
+            else:
+                self.pager = kv.SplitPager(lm.config, size, capacity, lm.kv_format, pools, parts)
         elif pages is not None or prefix_cache:
             name = "a pool of pages" if pages is not None else "a prefix cache"
             raise UserError(f"{name} needs a paged KV cache: add --cache=paged")
         self.prefix_cache = prefix_cache
-        self.cache = kv.init(lm.config, size, capacity, lm.kv_format, pools)
-        self.state = DecodeState.init(size, lm.config.vocab_size)
+        self.cache = kv.init(lm.config, size, capacity, lm.kv_format, pools, lm.placement)
+        self.state = self._put(DecodeState.init(size, lm.config.vocab_size))
         self.pending: collections.deque[tuple[Sampled, np.ndarray]] = collections.deque()
         self._rows = [SamplingOptions(seed=0)] * size
         self._sampling: SamplingParams | None = None
@@ -108,6 +118,7 @@ class Batch:
         self._most = np.zeros((size,), np.int64)  # tokens that each row may have held since it was empty
         self.cached_tokens = np.zeros((size,), np.int64)
         self._least = np.zeros((size,), np.int64)  # tokens of a cached prefix that each row began with
+        self.awaited = lm.placement is not None and lm.placement.awaited
         self._margin = kv.rewind_margin(lm.config, capacity, lm.kv_format)
 
     @property
@@ -118,6 +129,14 @@ class Batch:
     def running(self) -> bool:
         """Whether any row's answer goes on, as far as is known."""
         return bool(self._running.any())
+
+    def _put(self, tree: Any) -> Any:
+        """Where it is used: on the device, or whole on every device of the mesh."""
+        return jax.device_put(tree) if self.lm.placement is None else self.lm.placement.put(tree)
+
+    def _sent(self, result: Any) -> Any:
+        """What a program gave, once it is there, where it must be awaited."""
+        return jax.block_until_ready(result) if self.awaited else result
 
     def build(self, lengths: Iterable[int]) -> None:
         """Compiles every program that prompts of these lengths will need, so that what follows can be timed."""
@@ -136,8 +155,9 @@ class Batch:
     def _build_once(self, vocab_size: int, scalar: np.int32) -> None:
         lm = self.lm
         stop_rows.build(self.state, np.zeros((self.size,), bool))
-        sampling = jax.device_put(SamplingParams.stack(self._rows, ()))
-        logits = jax.ShapeDtypeStruct((1, vocab_size), np.float32)
+        sampling = self._put(SamplingParams.stack(self._rows, ()))
+        whole = None if lm.placement is None else lm.placement.sharding()
+        logits = jax.ShapeDtypeStruct((1, vocab_size), np.float32, sharding=whole)
         first_token.build(
             self.state, sampling, logits, scalar, np.zeros((vocab_size,), bool), scalar, scalar, scalar, logprobs=self.logprobs
         )
@@ -174,7 +194,7 @@ class Batch:
         if held and not self.keeps(row, len(held)):
             raise ValueError(f"row {row} can't go back to {len(held)} tokens, only by the cache's margin of {self._margin}: hold none")
         vocab_size = self.lm.config.vocab_size
-        options.check_vocabulary(vocab_size)
+        options.check_vocabulary(self.lm.config.num_tokens)
         length = len(held) + len(tokens)
         if length > self.capacity:
             raise UserError(
@@ -183,7 +203,7 @@ class Batch:
             )
         self._rows[row] = options.seeded()
         self._requests[row] += 1
-        self._sampling = jax.device_put(SamplingParams.stack(self._rows, sorted(self.lm.tokenizer.eos_ids)))
+        self._sampling = self._put(SamplingParams.stack(self._rows, sorted(self.lm.tokenizer.eos_ids)))
         prompt = [*held, *tokens]
         first = self._begin(row, prompt, len(held))
         for chunk in plan_chunks(length - first):
@@ -192,7 +212,7 @@ class Batch:
             padded = np.zeros((1, chunk.bucket), np.int32)
             padded[0, : chunk.count] = prompt[begin : begin + chunk.count]
             numbers = (np.asarray([number], np.int32) for number in (chunk.count, row, begin))
-            logits, self.cache = prefill(self.lm.model, self.lm.params, self.cache, padded, *numbers)
+            logits, self.cache = self._sent(prefill(self.lm.model, self.lm.params, self.cache, padded, *numbers))
             if self.prefix_cache:  # before pages that left a window are given back: a later prompt may part from this one here
                 self.pager.commit(row, prompt[: begin + chunk.count])
             if self.pager is not None:
@@ -258,8 +278,8 @@ class Batch:
                 self.pager.reserve(row, int(self._held[row]), int(self._held[row]) + ahead + 1)
             self.cache = self.pager.apply(self.cache)
         self._most = np.maximum(self._most, self._held + ahead)
-        sampled, self.state, self.cache = decode(
-            self.lm.model, self.lm.params, self.cache, self.state, self._sampling, steps=self.steps, logprobs=self.logprobs
+        sampled, self.state, self.cache = self._sent(
+            decode(self.lm.model, self.lm.params, self.cache, self.state, self._sampling, steps=self.steps, logprobs=self.logprobs)
         )
         self.pending.append((sampled, self._requests.copy()))
 

@@ -47,7 +47,7 @@ class Conversation:
         self._options = options or SamplingOptions()
         capacity = lm.config.context_length if capacity is None else capacity
         check_capacity(lm, capacity)
-        self._options.check_vocabulary(lm.config.vocab_size)
+        self._options.check_vocabulary(lm.config.num_tokens)
         self._batch = Batch(lm, 1, capacity, logprobs=self._options.logprobs, steps=steps, pages=pages)
         self._held: list[int] = []  # tokens in the cache
         self._open: Generator[Piece] | None = None  # the last answer's iterator

@@ -213,7 +213,7 @@ def _prepare(
             f"{-(-longest // size) + 1} pages (--kv_pages)",
         )
     for option in options:
-        option.check_vocabulary(lm.config.vocab_size)
+        option.check_vocabulary(lm.config.num_tokens)
     logprobs = max((option.logprobs for option in options if option.logprobs is not None), default=None)
     size = max(1, min(batch_size, len(tokens)))
     return Batch(lm, size, capacity, logprobs=logprobs, steps=steps, pages=pages, prefix_cache=prefix_cache)

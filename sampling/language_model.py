@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 import checkpoint
 import kv
 from checkpoint import orbax_folder
 from model import ModelConfig, Transformer
 from runtime import DTYPES, KV_DTYPES, UserError, platform, resolve_dtype
+from sharding import Placement
 from tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf, tokenizer_from_saved
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -33,6 +35,7 @@ class LanguageModel:
     tokenizer: Tokenizer = dataclasses.field(repr=False)
     kv_format: kv.Format
     load_seconds: float = 0.0
+    placement: Placement | None = dataclasses.field(default=None, repr=False)  # over a mesh; None: one device
 
     def __post_init__(self):
         """Raises: UserError, if the tokenizer has more tokens than the model, or the cache's number format does not suit its heads."""
@@ -80,8 +83,8 @@ class LanguageModel:
         if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
             if system is not None:
                 raise UserError("a system message needs the chat template: leave it out, or give text or messages instead of token ids")
-            if bad := [item for item in prompt if not 0 <= item < self.config.vocab_size]:
-                raise UserError(f"token id {bad[0]} is not in the vocabulary: ids go from 0 to {self.config.vocab_size - 1}")
+            if bad := [item for item in prompt if not 0 <= item < self.config.num_tokens]:
+                raise UserError(f"token id {bad[0]} is not in the vocabulary: ids go from 0 to {self.config.num_tokens - 1}")
             return [int(item) for item in prompt]
         if raw:
             raise UserError("messages need the chat template: leave out --raw, or give a plain prompt")
@@ -111,6 +114,8 @@ def load(
     page_size: int | None = None,
     kv_group: int | None = None,
     progress: checkpoint.Progress | None = None,
+    mesh: Mesh | None = None,
+    layer_loop: str = "unrolled",
 ) -> LanguageModel:
     """Fetches (the first time), reads and prepares a model.
 
@@ -124,17 +129,22 @@ def load(
       page_size: tokens per page, a power of two; None: 64.
       kv_group: channels that share a scale in a quantized KV cache; None: 32.
       progress: where to report downloads and reading; by default standard error, reading only on a terminal.
+      mesh: the devices to split the model over, with axes named as in `sharding.MESH_AXES` (`sharding.make_mesh` makes one); None: one
+        device.
+      layer_loop: "unrolled", or "scan", which compiles layers that repeat once: for models of many layers.
 
     Raises:
       UserError: no such model, no network, a damaged file, an unknown format; one line with the remedy.
     """
     # Names first: a typing error should not cost a download.
-    weight_dtype, dtype = resolve_dtype("weights", weights), resolve_dtype("compute", compute)
-    kv_format = cache_format(kv_dtype, cache, page_size, kv_group)
+    placement = None if mesh is None else Placement.on(mesh)
+    where = platform() if placement is None else placement.platform
+    weight_dtype, dtype = (resolve_dtype(flag, value, where) for flag, value in (("weights", weights), ("compute", compute)))
+    kv_format = cache_format(kv_dtype, cache, page_size, kv_group, where)
     progress = progress or checkpoint.Progress()
     path = checkpoint.resolve(name, progress=progress)
     began = time.perf_counter()
-    loaded = checkpoint.load(path, weight_dtype, progress)
+    loaded = checkpoint.load(path, weight_dtype, progress, placement, layer_loop)
     for notice in loaded.notices:
         progress.notice(notice)
     match loaded.kind:
@@ -147,16 +157,19 @@ def load(
     jax.block_until_ready(loaded.params)
     return LanguageModel(
         name=str(name),
-        model=Transformer(loaded.config, jnp.dtype(dtype)),
+        model=Transformer(loaded.config, jnp.dtype(dtype), layer_loop),
         params=loaded.params,
         tokenizer=tokenizer,
         kv_format=kv_format,
         load_seconds=time.perf_counter() - began,
+        placement=placement,
     )
 
 
-def cache_format(kv_dtype: str, cache: str = "dense", page_size: int | None = None, kv_group: int | None = None) -> kv.Format:
-    """The KV cache's format on this platform; args as of `load`.
+def cache_format(
+    kv_dtype: str, cache: str = "dense", page_size: int | None = None, kv_group: int | None = None, where: str | None = None
+) -> kv.Format:
+    """The KV cache's format on a platform (None: this one's default); args as of `load`.
 
     Raises:
       UserError: an unknown name, a page size that is no power of two, or one without a paged cache.
@@ -165,11 +178,12 @@ def cache_format(kv_dtype: str, cache: str = "dense", page_size: int | None = No
         raise UserError(f"--cache={cache} is not known: use one of {', '.join(CACHES)}")
     if page_size is not None and cache != "paged":
         raise UserError(f"--page_size={page_size} needs a paged KV cache: add --cache=paged")
-    dtype, more = resolve_dtype("kv", kv_dtype, KV_DTYPES), {}
+    where = platform() if where is None else where
+    dtype, more = resolve_dtype("kv", kv_dtype, where, KV_DTYPES), {}
     if kv_group is not None:
         if dtype in DTYPES.values():
             raise UserError(f"--kv_group={kv_group} is of a quantized KV cache: add --kv=int8, int4 or fp8")
         more["group"] = kv_group
     if cache == "paged":
         more["page_size"] = PAGE_SIZE if page_size is None else page_size
-    return kv.Format.for_platform(platform(), dtype, **more)
+    return kv.Format.for_platform(where, dtype, **more)

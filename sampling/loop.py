@@ -132,13 +132,18 @@ def decode(
     sampled = sampled.replace(tokens=jnp.full((steps, *idle.shape), -1, jnp.int32))
     ran, state, cache, sampled = jax.lax.while_loop(more, body, (0, state, cache, sampled))
     sampled = sampled.replace(finish=jnp.where((jnp.arange(steps) < ran)[:, None], sampled.finish, state.finish))
-    return sampled, state, cache
+    return (*_whole((sampled, state), cache), cache.constrained())
 
 
 @program(donated=("state",))
 def stop_rows(state: DecodeState, rows: jax.Array) -> DecodeState:
     """Ends the rows that are true in `rows` (bool [B]) and still run: for ends that only the host sees, such as stop strings."""
     return state.replace(finish=jnp.where(rows & (state.finish == RUNNING), STOP, state.finish))
+
+
+def _whole(tree: Any, cache: kv.Cache) -> Any:
+    """Where the cache is split over a mesh: on every device, all of it."""
+    return tree if cache.placement is None else jax.tree.map(cache.placement.constrain, tree)
 
 
 def _advance(state: DecodeState, token: jax.Array, sampling: SamplingParams, full: jax.Array) -> DecodeState:

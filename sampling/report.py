@@ -90,7 +90,7 @@ def cache_table(batch: Batch) -> str:
             kind = "all tokens" if pool.window is None else f"window {pool.window}"
             use = f"{pool.used} of {pool.total} used, {pool.shared} shared, {pool.cached} cached"
             lines.append(f"pages of {batch.pager.page_size} tokens, {kind}: {use}")
-        counters = batch.pager.tree.counters
+        counters = batch.pager.counters()
         if batch.prefix_cache:
             lines.append(
                 f"prefix cache: {counters.lookups} lookups, {counters.hit_tokens} tokens hit, {counters.missed_tokens} missed, "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,13 @@ class Placement:
         name = self.mesh.devices.flat[0].platform
         return "gpu" if name in ("cuda", "rocm") else name
 
+    @property
+    def awaited(self) -> bool:
+        """Whether each program must be waited for before the next is sent. Devices of one CPU share a pool of threads, as many as there are
+        cores; programs in flight that wait for each other's collectives can fill it, and then none goes on (JAX before 0.12)."""
+        several = self.mesh.local_mesh.size > 1 and self.platform == "cpu"
+        return several and jax.__version_info__ < (0, 12) and int(os.environ.get("NPROC", "0")) < 4 * self.mesh.local_mesh.size
+
     def mesh_axes(self, logical: str | None) -> tuple[str, ...]:
         """The mesh axes that shard a logical axis: outermost first, () if it is whole."""
         return dict(self.rules).get(logical, ())
@@ -63,6 +71,10 @@ class Placement:
     def sharding(self, names: Names = ()) -> NamedSharding:
         """Of an array with these logical axes; () is whole on every device."""
         return NamedSharding(self.mesh, self.spec(names))
+
+    def dividing(self, names: Names, shape: Sequence[int]) -> NamedSharding:
+        """`sharding`, but with those axes whole that can't be split evenly."""
+        return self.sharding(tuple(name if size % self.shards(name) == 0 else None for name, size in zip(names, shape, strict=True)))
 
     def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
         """x, with its axes placed so, inside jit."""
