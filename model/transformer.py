@@ -78,8 +78,12 @@ class Transformer(nn.Module):
         head = embedding
         if not c.tie_embeddings:
             head = weight(self, "head", (c.vocab_size, c.width), (axes.VOCAB, axes.EMBED), scaled_normal(1))
-        out = matmul(x, head).astype(jnp.float32)
-        out = out if placement is None else placement.constrain(out)
+        out = matmul(x, head)
+        if placement is not None:  # each device multiplies what it has of the head, whatever comes after
+            out = placement.constrain(out, *(None,) * (out.ndim - 1), axes.VOCAB)
+        out = out.astype(jnp.float32)
+        if placement is not None:  # every row's vocabulary in one place: rows of a whole batch on a device each, others on all
+            out = placement.constrain_dividing(out, axes.SAMPLED if step.rows is None and logits == "last" else None)
         out = out if c.final_softcap is None else c.final_softcap * jnp.tanh(out / c.final_softcap)
         if c.vocab_padding:
             out = jnp.where(jnp.arange(c.vocab_size) < c.vocab_size - c.vocab_padding, out, NEVER)

@@ -105,7 +105,7 @@ class Batch:
             raise UserError(f"{name} needs a paged KV cache: add --cache=paged")
         self.prefix_cache = prefix_cache
         self.cache = kv.init(lm.config, size, capacity, lm.kv_format, pools, lm.placement)
-        self.state = self._put(DecodeState.init(size, lm.config.vocab_size))
+        self.state = DecodeState.init(size, lm.config.vocab_size, lm.placement)
         self.pending: collections.deque[tuple[Sampled, np.ndarray]] = collections.deque()
         self._rows = [SamplingOptions(seed=0)] * size
         self._sampling: SamplingParams | None = None

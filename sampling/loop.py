@@ -12,6 +12,7 @@ from model.steps import decode_step_
 from runtime import program
 from sampling.options import SamplingParams
 from sampling.sample import sample
+from sharding import Placement, axes
 
 RUNNING, STOP, LENGTH, CAPACITY = 0, 1, 2, 3  # why a row ended: an end-of-sequence token, max_new_tokens, a full cache row
 
@@ -24,17 +25,30 @@ class DecodeState(struct.PyTreeNode):
     remaining: jax.Array  # int32 [B], tokens that it may still sample
     seen: jax.Array  # bool [B, V], tokens of its prompt
     counts: jax.Array  # int32 [B, V], tokens of its answer
+    placement: Placement | None = struct.field(pytree_node=False, default=None)  # over a mesh
 
     @classmethod
-    def init(cls, batch: int, vocab_size: int) -> "DecodeState":
-        """No row has a request."""
-        return cls(
+    def init(cls, batch: int, vocab_size: int, placement: Placement | None = None) -> "DecodeState":
+        """No row has a request. Over a mesh, every device has some of the rows' vocabularies, and all of what is small."""
+        state = cls(
             tokens=jnp.zeros((batch,), jnp.int32),
             finish=jnp.full((batch,), STOP, jnp.int32),
             remaining=jnp.zeros((batch,), jnp.int32),
             seen=jnp.zeros((batch, vocab_size), bool),
             counts=jnp.zeros((batch, vocab_size), jnp.int32),
+            placement=placement,
         )
+        return state if placement is None else placement.put(state, state.logical_axes())
+
+    def logical_axes(self) -> "DecodeState":
+        """The same tree with the names of each array's axes in its place; rows that can't be split evenly are whole."""
+        split = self.counts.shape[0] % self.placement.shards(axes.SAMPLED) == 0
+        small, rows = (None,), (axes.SAMPLED if split else None, None)
+        return self.replace(tokens=small, finish=small, remaining=small, seen=rows, counts=rows)
+
+    def constrained(self) -> "DecodeState":
+        """Inside jit: the state where it belongs."""
+        return self if self.placement is None else self.placement.constrain_tree(self, self.logical_axes())
 
 
 class Sampled(struct.PyTreeNode):
@@ -79,8 +93,8 @@ def first_token(
     one = DecodeState.init(1, logits.shape[1]).replace(finish=jnp.zeros((1,), jnp.int32), seen=seen[None], remaining=remaining[None])
     token = sample(logits, alone, position[None], one.seen, one.counts)
     one = _advance(one, token, alone, position[None] >= capacity)
-    state = jax.tree.map(lambda all_rows, new: all_rows.at[row].set(new[0]), state, one)
-    return jax.tree.map(lambda leaf: leaf[None], _sampled(token, one, logits, logprobs)), state
+    state = jax.tree.map(lambda all_rows, new: all_rows.at[row].set(new[0]), state, one.replace(placement=state.placement))
+    return jax.tree.map(lambda leaf: leaf[None], _sampled(token, one, logits, logprobs)), state.constrained()
 
 
 @program(static=("model", "steps", "logprobs"), donated=("cache", "state"), weights=("params",))
@@ -110,10 +124,10 @@ def decode(
     def step(state: DecodeState, cache: kv.Cache) -> tuple[DecodeState, kv.Cache, Sampled]:
         running = state.finish == RUNNING
         logits, cache = decode_step_(model, params, cache, jnp.where(running, state.tokens, -1))
-        token = sample(logits, sampling, cache.lengths, state.seen, state.counts)
-        token = jnp.where(running, token, -1)
+        token = _sample(logits, sampling, cache.lengths, state)
+        token = _whole(jnp.where(running, token, -1), state.placement)
         state = _advance(state, token, sampling, cache.lengths >= cache.room)
-        return state, cache, _sampled(token, state, logits, logprobs)
+        return state.constrained(), cache, _sampled(token, state, logits, logprobs)
 
     # A while loop and not a scan: it ends with the last row, so that a dispatch that was sent ahead of the tokens that end a batch
     # costs nothing. (A `lax.cond` around a scanned step would copy the cache: its branches do not share the carry's buffers.)
@@ -132,18 +146,27 @@ def decode(
     sampled = sampled.replace(tokens=jnp.full((steps, *idle.shape), -1, jnp.int32))
     ran, state, cache, sampled = jax.lax.while_loop(more, body, (0, state, cache, sampled))
     sampled = sampled.replace(finish=jnp.where((jnp.arange(steps) < ran)[:, None], sampled.finish, state.finish))
-    return (*_whole((sampled, state), cache), cache.constrained())
+    return _whole(sampled, state.placement), state.constrained(), cache.constrained()
 
 
 @program(donated=("state",))
 def stop_rows(state: DecodeState, rows: jax.Array) -> DecodeState:
     """Ends the rows that are true in `rows` (bool [B]) and still run: for ends that only the host sees, such as stop strings."""
-    return state.replace(finish=jnp.where(rows & (state.finish == RUNNING), STOP, state.finish))
+    return state.replace(finish=jnp.where(rows & (state.finish == RUNNING), STOP, state.finish)).constrained()
 
 
-def _whole(tree: Any, cache: kv.Cache) -> Any:
-    """Where the cache is split over a mesh: on every device, all of it."""
-    return tree if cache.placement is None else jax.tree.map(cache.placement.constrain, tree)
+def _sample(logits: jax.Array, sampling: SamplingParams, positions: jax.Array, state: DecodeState) -> jax.Array:
+    """`sample`; over a mesh each device for its own rows, with branches of its own."""
+    arguments = logits, sampling, positions, state.seen, state.counts
+    if state.placement is None:
+        return sample(*arguments)
+    rows = state.placement.spec(state.logical_axes().counts[:1])
+    return state.placement.shard_map(sample, in_specs=rows, out_specs=rows)(*arguments)
+
+
+def _whole(tree: Any, placement: Placement | None) -> Any:
+    """All of it on every device."""
+    return tree if placement is None else jax.tree.map(placement.constrain, tree)
 
 
 def _advance(state: DecodeState, token: jax.Array, sampling: SamplingParams, full: jax.Array) -> DecodeState:

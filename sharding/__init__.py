@@ -9,7 +9,12 @@ from sharding.mesh import MESH_AXES, format_mesh, make_mesh, parse_mesh
 _MODULES = {
     "Placement": "sharding.placement",
     "STRATEGIES": "sharding.rules",
+    "Collective": "sharding.communication",
+    "collectives": "sharding.communication",
+    "collectives_table": "sharding.communication",
     "is_names": "sharding.placement",
+    "placed_arrays": "sharding.explain",
+    "placement_table": "sharding.explain",
     "rules_for": "sharding.rules",
 }
 

@@ -4,6 +4,7 @@ The single letters are the house alphabet that comments and einsums use.
 """
 
 BATCH = "batch"  # B: rows of the batch
+SAMPLED = "sampled"  # B: rows whose next token is chosen, a piece of work of its own
 TOKENS = "tokens"  # T: the new tokens of a row
 SLOTS = "slots"  # S: cache slots of a row
 PAGES = "pages"  # P: pages of a pool

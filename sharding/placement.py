@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.rules import Rules, rules_for
@@ -74,21 +75,33 @@ class Placement:
 
     def dividing(self, names: Names, shape: Sequence[int]) -> NamedSharding:
         """`sharding`, but with those axes whole that can't be split evenly."""
-        return self.sharding(tuple(name if size % self.shards(name) == 0 else None for name, size in zip(names, shape, strict=True)))
+        return self.sharding(tuple(name if size % self.shards(name) == 0 else None for name, size in zip(names, shape, strict=False)))
 
     def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
         """x, with its axes placed so, inside jit."""
         return jax.lax.with_sharding_constraint(x, self.sharding(names))
+
+    def constrain_dividing(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """`constrain`, but with those axes whole that can't be split evenly."""
+        return jax.lax.with_sharding_constraint(x, self.dividing(names, x.shape))
 
     def constrain_tree(self, tree: Any, names: Any) -> Any:
         """Arrays, with tuples of names in the places of their leaves."""
         return jax.tree.map(lambda each, array: self.constrain(array, *each), names, tree, is_leaf=is_names)
 
     def put(self, tree: Any, names: Any = None) -> Any:
-        """Host arrays as arrays of the mesh: whole on every device, or as a tree of `names` says."""
+        """Host arrays as arrays of the mesh: whole on every device, or as a tree of `names` says. All processes give the same."""
+
+        def one(array: Any, each: Names) -> jax.Array:
+            sharding = self.sharding(each)
+            if sharding.is_fully_addressable:
+                return jax.device_put(array, sharding)
+            array = np.asarray(array)  # JAX would compare the processes' values in each call
+            return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
         if names is None:
-            return jax.device_put(tree, self.sharding())
-        return jax.tree.map(lambda each, array: jax.device_put(array, self.sharding(each)), names, tree, is_leaf=is_names)
+            return jax.tree.map(lambda array: one(array, ()), tree)
+        return jax.tree.map(lambda each, array: one(array, each), names, tree, is_leaf=is_names)
 
     def shard_map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """`jax.shard_map` over the whole mesh: the function sees each device's parts, and says itself what is communicated."""

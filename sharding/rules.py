@@ -35,13 +35,15 @@ TENSOR: Table = {
 
 STRATEGIES: dict[str, Table] = {"data": DATA, "fsdp": FSDP, "expert": EXPERT, "seq": CONTEXT, "model": TENSOR}
 
+EVERY = axes.SAMPLED  # split over all axes of a mesh: what follows the logits is otherwise done alike on every device
+
 Rules = tuple[tuple[str, tuple[str, ...]], ...]  # logical axis -> mesh axes, outermost first
 
 
 def rules_for(mesh_axes: Iterable[str]) -> Rules:
     """The tables of these mesh axes, in one."""
-    joined: dict[str, tuple[str, ...]] = {}
-    for name in mesh_axes:
+    joined: dict[str, tuple[str, ...]] = {EVERY: tuple(mesh_axes)}
+    for name in joined[EVERY]:
         for logical, mesh_axis in STRATEGIES.get(name, {}).items():
             joined[logical] = (*joined.get(logical, ()), mesh_axis)
     return tuple(joined.items())

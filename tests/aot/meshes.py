@@ -1,0 +1,145 @@
+"""Large models over whole slices of TPUs, and over GPUs, compiled without one."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh
+
+import kv
+from model import (
+    AttentionConfig,
+    LayerConfig,
+    Llama3Scaling,
+    MLPConfig,
+    ModelConfig,
+    Rope,
+    Transformer,
+    abstract_params,
+    fit,
+    prefill,
+)
+from sampling import DecodeState, SamplingOptions, SamplingParams, decode
+from sharding import Placement, collectives, is_names
+
+BATCH, CAPACITY, STEPS, CHUNK = 16, 2048, 64, 2048
+LLAMA_8B, LLAMA_70B = (
+    ModelConfig(
+        vocab_size=128_256,
+        width=width,
+        layers=(
+            LayerConfig(
+                AttentionConfig(
+                    num_heads=heads, num_kv_heads=8, head_dim=128, rope=Rope(5e5, 128, Llama3Scaling(8.0, 1.0, 4.0, original_context=8192))
+                ),
+                MLPConfig(hidden),
+            ),
+        )
+        * layers,
+        norm_eps=1e-5,
+        tie_embeddings=False,
+        context_length=131_072,
+    )
+    for width, heads, hidden, layers in ((4096, 32, 14_336, 32), (8192, 64, 28_672, 80))
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OnMesh:
+    """A compiled program.
+
+    Attributes:
+      executable: of the platform's compiler.
+      cache_bytes: of the cache, on each device.
+      weight_bytes: likewise.
+      cache: its arrays' shapes, on each device.
+      weights: of the weights' shapes, on all devices together.
+      seconds: that tracing, lowering and compiling took.
+    """
+
+    executable: jax.stages.Compiled
+    cache_bytes: int
+    weight_bytes: int
+    cache: list[tuple[int, ...]]
+    weights: list[tuple[int, ...]]
+    seconds: float
+
+    @property
+    def memory(self) -> Any:
+        return self.executable.memory_analysis()
+
+    def collectives(self) -> list[Any]:
+        return collectives(self.executable.as_text())
+
+
+def compiled_on(
+    mesh: Mesh,
+    program: str,
+    config: ModelConfig,
+    layer_loop: str = "unrolled",
+    rules: Any = None,
+    auto: bool = False,
+    kv_dtype: Any = jnp.bfloat16,
+) -> OnMesh:
+    """ "decode" (STEPS steps of BATCH rows) or "prefill" (CHUNK tokens of a row), in bf16, over a cache of CAPACITY slots.
+
+    Args:
+      rules: other ones than the mesh's own.
+      auto: let the compiler choose how weights lie in memory.
+    """
+    import time
+
+    placement = Placement.on(mesh, rules)
+    config = fit(config, placement)
+    model = Transformer(config, jnp.dtype(jnp.bfloat16), layer_loop)
+    boxes = abstract_params(config, jnp.dtype(jnp.bfloat16), layer_loop)
+    format = kv.Format.for_platform(placement.platform, np.dtype(kv_dtype))
+    is_box = lambda leaf: isinstance(leaf, nn.Partitioned)  # noqa: E731
+
+    def placed(names: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(names))
+
+    def whole(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: placed((), leaf), tree)
+
+    params = jax.tree.map(lambda box: placed(box.names, box.value), boxes, is_leaf=is_box)
+    shapes = jax.eval_shape(lambda: kv.init(config, BATCH, CAPACITY, format, None, placement))
+    cache = jax.tree.map(placed, shapes.logical_axes(), shapes, is_leaf=is_names)
+    if program == "decode":
+        state = jax.eval_shape(lambda: DecodeState.init(BATCH, config.vocab_size)).replace(placement=placement)
+        state = jax.tree.map(placed, state.logical_axes(), state, is_leaf=is_names)
+        more = state, whole(SamplingParams.stack([SamplingOptions(seed=0)] * BATCH, ()))
+        run = lambda params, cache, state, sampling: decode.function(model, params, cache, state, sampling, STEPS)  # noqa: E731
+    else:
+        more = tuple(whole(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ((1, CHUNK), (1,), (1,), (1,)))
+        run = lambda params, cache, *rest: prefill.function(model, params, cache, *rest)  # noqa: E731
+    settings: dict[str, Any] = {}
+    given = params
+    if auto:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, (cache, *more))
+        settings["in_shardings"] = (jax.tree.map(lambda leaf: Format(Layout.AUTO, leaf.sharding), params), *shardings)
+        given = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    began = time.perf_counter()
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(run, donate_argnums=(1, 2) if program == "decode" else (1,), **settings).lower(given, cache, *more)
+    executable = lowered.compile()
+    seconds = time.perf_counter() - began
+
+    def local(leaf: Any) -> tuple[int, ...]:
+        return leaf.sharding.shard_shape(leaf.shape)
+
+    def nbytes(tree: Any) -> int:
+        return sum(int(np.prod(local(leaf))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    return OnMesh(
+        executable,
+        nbytes(cache),
+        nbytes(params),
+        [local(leaf) for leaf in jax.tree.leaves(cache.stores)],
+        [leaf.shape for leaf in jax.tree.leaves(params) if len(leaf.shape) > 1],
+        seconds,
+    )
