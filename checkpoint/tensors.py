@@ -395,7 +395,9 @@ def _stacked(parts: Parts) -> np.ndarray:
     """Like `np.stack`, one part at a time: they are read when they are asked for."""
     first = parts[0]
     out = np.empty((len(parts), *first.shape), first.dtype)
-    for number in range(len(parts)):
+    out[0] = first
+    del first
+    for number in range(1, len(parts)):
         out[number] = parts[number]
     return out
 
