@@ -1,4 +1,4 @@
-"""Floor 0: logical axis names (`sharding.axes`), meshes, and the rules that place arrays on them."""
+"""Floor 0: logical axis names (`sharding.axes`), meshes, the rules that place arrays on them, and runs of several processes."""
 
 import importlib
 from typing import Any
@@ -8,7 +8,9 @@ from sharding.mesh import MESH_AXES, format_mesh, make_mesh, parse_mesh
 
 _MODULES = {
     "Placement": "sharding.placement",
+    "Processes": "sharding.processes",
     "STRATEGIES": "sharding.rules",
+    "connect": "sharding.processes",
     "is_names": "sharding.placement",
     "rules_for": "sharding.rules",
 }
