@@ -8,7 +8,9 @@ Messages are lines of JSON. To the coordinator: hello, alive, agree, share, ende
 """
 
 import collections
+import contextlib
 import json
+import os
 import selectors
 import socket
 import sys
@@ -39,10 +41,8 @@ class Peer:
         self.posted: collections.deque[tuple[str, Any]] = collections.deque()
 
     def send(self, **message: Any) -> None:
-        try:
+        with contextlib.suppress(OSError):  # its loss is seen where it is read
             self.connection.sendall(encode(message))
-        except OSError:
-            pass  # its loss is seen where it is read
 
     def receive(self) -> list[dict[str, Any]] | None:
         """The messages that came; None at the connection's end."""
@@ -234,7 +234,7 @@ def main(argv: list[str]) -> int:
     try:
         coordinator = Coordinator(host, port, count, timeout)
     except OSError as error:
-        print(error.strerror or error, flush=True)
+        print(os.strerror(error.errno) if error.errno else error, flush=True)  # without what Python adds
         return 1
     print("listening", flush=True)
     if reason := coordinator.gather():

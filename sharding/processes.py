@@ -1,8 +1,8 @@
 """A run of several processes: how they find each other, agree on what they run, and end together.
 
-    processes = connect("10.0.0.1:1234", num_processes=2, process_id=0)   # before JAX has a backend
-    processes.agree(**{"--seed": 1})                                      # a difference is an error of all of them
-    code = processes.ending(work)                                         # the exit code; a lost process ends all with one line
+processes = connect("10.0.0.1:1234", num_processes=2, process_id=0)   # before JAX has a backend
+processes.agree(**{"--seed": 1})                                      # a difference is an error of all of them
+code = processes.ending(work)                                         # the exit code; a lost process ends all with one line
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from sharding.coordinator import AGAIN, BEAT, JAX_HEARTBEAT, LOST_AFTER, encode
 EXAMPLE = "--coordinator=HOST:PORT --num_processes=N --process_id=I"
 LOST_CODE = 2
 SHORT = 40  # characters of a value that an error shows
-CONNECTION = re.compile(r"connect|peer|socket|gloo|nccl|timed? ?out|unavailable|deadline", re.IGNORECASE)
+CONNECTION = re.compile(r"gloo|nccl|UNAVAILABLE|DEADLINE_EXCEEDED|connection (closed|reset|refused)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,11 +85,9 @@ class Processes:
         return code
 
     def _run(self, work: Callable[[], int]) -> int:
-        import jax
-
         try:
             return work()
-        except jax.errors.JaxRuntimeError as error:
+        except Exception as error:  # a collective's is a JaxRuntimeError or a ValueError, by where it is noticed
             connection = CONNECTION.search(str(error)) is not None
             time.sleep(LOST_AFTER + 3 * BEAT if connection else 2 * BEAT)  # if a process was lost, the link ends this one meanwhile
             if not connection:
@@ -262,7 +260,9 @@ def _start_coordinator(host: str, port: int, count: int, timeout_s: float) -> No
     with child.stdout:
         word = child.stdout.readline().strip()
     if word != "listening":
-        raise UserError(f"--coordinator={host}:{port} can't be listened on ({word or 'it did not start'}): give a free port of this machine")
+        raise UserError(
+            f"--coordinator={host}:{port} can't be listened on ({word or 'it did not start'}): give a free port of this machine"
+        )
 
 
 def _join(host: str, port: int, count: int, index: int, timeout_s: float) -> Link:
@@ -275,7 +275,7 @@ def _join(host: str, port: int, count: int, index: int, timeout_s: float) -> Lin
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"--coordinator={host}:{port} was not reached within {timeout_s:g} s ({error.strerror or error}): start process 0 with "
+                    f"--coordinator={host}:{port} was not reached within {timeout_s:g} s ({_reason(error)}): start process 0 with "
                     "the same address, on a port that this machine reaches"
                 ) from None
             time.sleep(0.2)
@@ -315,6 +315,10 @@ def _connect_jax(host: str, port: int, count: int, index: int, timeout_s: float,
         use_compression=True,
     )
     global_state.client.connect()
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 def _digest(value: Any) -> list[str]:

@@ -1,6 +1,6 @@
 """One process of a run of several: joins, agrees on what it was given, multiplies matrices over the mesh of all, and ends.
 
-    worker.py ADDRESS COUNT INDEX ROUNDS [NAME=VALUE ...]      ROUNDS: steps; -1 goes on until something ends it; 0 asks for no device
+worker.py ADDRESS COUNT INDEX ROUNDS [NAME=VALUE ...]      ROUNDS: steps; -1 goes on until something ends it; 0 asks for no device
 """
 
 import os
