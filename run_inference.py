@@ -148,7 +148,7 @@ def mesh_settings() -> tuple[dict[str, int] | None, Processes]:
     The CPU's devices are made before JAX is imported, and processes meet before it counts them.
     """
     sizes = None if MESH.value is None else parse_mesh(MESH.value)
-    several = any(flag.value not in (None, False) for flag in PROCESS_FLAGS)
+    several = any(map(is_given, PROCESS_FLAGS))
     if sizes is not None and runs_on_cpu():
         count = NUM_PROCESSES.value
         if count is None:  # as the cluster says; of others than these, JAX knows only once it is imported
@@ -201,7 +201,9 @@ def agree(processes: Processes, requests: list[Any]) -> Any:
     progress = checkpoint.Progress(None if processes.first else sys.stdout)
     named = {f"--{flag.name}": flag.value for group in HELP.values() for flag in group if flag.name not in OWN}
     files = {f"--{flag.name}": flag.value is not None for flag in (OUT, PROMPT_FILE)}  # they decide what is run
-    prompts = [[request.prompt, request.options] for request in requests]
+    prompts = to_json(
+        [[request.prompt, request.options] for request in requests], "ascii"
+    ).encode()  # as bytes: an error need not show them
     processes.agree(**named, **files, **{"the prompts": prompts, "JAX's version": jax.__version__})
     files = checkpoint.fingerprint(checkpoint.resolve(MODEL.value, progress=progress))
     processes.agree(**{"the model's files": files}, timeout_s=3600)  # a download of another process may take long
@@ -232,6 +234,11 @@ def list_models() -> int:
     return 0
 
 
+def is_given(flag: flags.FlagHolder) -> bool:
+    """Of a flag that is off by default; 0 is a value."""
+    return flag.value is not None and flag.value is not False
+
+
 def check_flags() -> None:
     """Flags that do not go together, and what can be judged without any other module."""
     useless = {
@@ -240,9 +247,9 @@ def check_flags() -> None:
         "compare": (MESSAGES, PROMPT_FILE, OUT, LOGPROBS, RAW, SYSTEM, STATS, MESH, *PROCESS_FLAGS),
         "generate": (REFERENCE_MODEL,),
     }
-    if given := [flag for flag in useless[TASK.value] if flag.value not in (None, False)]:
+    if given := [flag for flag in useless[TASK.value] if is_given(flag)]:
         raise UserError(f"--task={TASK.value} has no use for --{given[0].name}: leave out one of the two")
-    if MESH.value is None and (given := [flag for flag in PROCESS_FLAGS if flag.value not in (None, False)]):
+    if MESH.value is None and (given := [flag for flag in PROCESS_FLAGS if is_given(flag)]):
         raise UserError(f"--{given[0].name} is of a mesh over several processes: add --mesh, such as --mesh=model=4")
     if DISTRIBUTED.value and (given := [flag for flag in PROCESS_FLAGS[:3] if flag.value is not None]):
         raise UserError(f"--distributed finds what --{given[0].name} says: leave out one of the two")

@@ -1,9 +1,11 @@
 """Whether two machines hold the same model, without reading gigabytes."""
 
+import glob
 import hashlib
 import os
 from pathlib import Path
 
+from checkpoint.gguf_file import PART
 from runtime import UserError
 
 HEAD = 1 << 20  # bytes: a GGUF file's metadata with its tokenizer, or a safetensors header, begin here
@@ -16,7 +18,7 @@ def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int | str]]:
     Weights that differ in nothing but numbers behind the head are taken for the same; other sizes, tensors or configs are not.
 
     Args:
-      path: a .gguf file, or a folder, whose hidden files and folders do not count.
+      path: a .gguf file (any part of a split one stands for all), or a folder, whose hidden files and folders do not count.
 
     Returns:
       file's path relative to the folder (or the file's name) -> [bytes, hash], in the order of names.
@@ -27,7 +29,7 @@ def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int | str]]:
     root = Path(os.path.expanduser(path))
     try:
         if not root.is_dir():
-            return {root.name: _of_file(root)}
+            return {file.name: _of_file(file) for file in _parts(root)}
         found = {}
         for folder, folders, names in os.walk(root, onerror=_raise):
             folders[:] = [name for name in folders if not name.startswith(".")]
@@ -36,6 +38,15 @@ def fingerprint(path: str | os.PathLike[str]) -> dict[str, list[int | str]]:
     except OSError as error:
         raise UserError(f"{error.filename or root} can't be read: {error.strerror or error}; check the path and its permissions") from error
     return dict(sorted(found.items()))
+
+
+def _parts(file: Path) -> list[Path]:
+    """All files of a split model, or the one."""
+    part = PART.fullmatch(file.name)
+    if part is None:
+        return [file]
+    pattern = f"{glob.escape(part['stem'])}-[0-9]*-of-{part['count']}{file.suffix}"
+    return sorted(file.parent.glob(pattern))
 
 
 def _of_file(file: Path) -> list[int | str]:

@@ -15,6 +15,14 @@ def test_a_file_is_its_name_its_size_and_its_head(tmp_path):
     assert fingerprint(file) == {"model.gguf": [HEAD + 4, hashlib.sha256(data[:HEAD]).hexdigest()]}
 
 
+def test_any_part_of_a_split_model_stands_for_all(tmp_path):
+    for number in (1, 2):
+        (tmp_path / f"m[q]-0000{number}-of-00002.gguf").write_bytes(b"GGUF")
+    (tmp_path / "other-00001-of-00002.gguf").write_bytes(b"GGUF")
+    found = fingerprint(tmp_path / "m[q]-00002-of-00002.gguf")
+    assert list(found) == ["m[q]-00001-of-00002.gguf", "m[q]-00002-of-00002.gguf"]
+
+
 def test_a_folder_is_its_files_wherever_it_lies(tmp_path):
     for place in ("a", "b"):
         (tmp_path / place / "params").mkdir(parents=True)
