@@ -126,7 +126,7 @@ class Coordinator:
         for message in messages:
             if "hello" not in message:
                 continue
-            index, count = message["hello"], message["of"]
+            index, count = message["hello"], message.get("of")
             peer.index = index
             if count != self.count:
                 text = f"process {index} was given --num_processes={count}, process 0 --num_processes={self.count}: give all the same"
