@@ -160,11 +160,16 @@ class Coordinator:
                 self.tell(alive=True)
             for key, _ in self.selector.select(BEAT / 4):
                 if reason := self._read(key.data):
-                    return self.tell(lost=reason)
+                    return self._tell_lost(reason)
             self._answer()
             if reason := self._missing(time.monotonic()):
-                return self.tell(lost=reason)
+                return self._tell_lost(reason)
         return None
+
+    def _tell_lost(self, reason: str) -> None:
+        """JAX aborts where its service goes away: those who are told end first."""
+        self.tell(lost=reason)
+        time.sleep(GRACE)
 
     def _read(self, peer: Peer) -> str | None:
         messages = peer.receive()
@@ -249,8 +254,7 @@ def main(argv: list[str]) -> int:
         return 1
     coordinator.tell(go=True)
     coordinator.watch()
-    time.sleep(GRACE)  # those who were told end first: JAX aborts where its service goes away
-    del service
+    service.shutdown()
     return 0
 
 

@@ -129,6 +129,7 @@ def test_an_error_that_is_no_user_s_is_shown_where_it_was_made(tmp_path):
         assert both[0].errors == ["error: process 1 ended with an error: see what it printed, and start all processes again"]
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_process_and_the_other_is_told(tmp_path):
     with workers(tmp_path, "-1", "-1") as both:
         for worker in both:
@@ -165,6 +166,7 @@ def test_a_port_in_use_is_named(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, line",
     [
