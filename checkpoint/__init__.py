@@ -1,6 +1,7 @@
 """Floor 4: weights files: which one a name stands for, where it is fetched from, and its contents as a parameter tree."""
 
 from checkpoint.download import Progress
+from checkpoint.fingerprint import fingerprint
 from checkpoint.gguf_file import GGUFFile, open_gguf
 from checkpoint.load import Checkpoint, load
 from checkpoint.registry import Preset, presets, resolve
@@ -14,6 +15,7 @@ __all__ = [
     "Progress",
     "SafetensorsFolder",
     "Source",
+    "fingerprint",
     "load",
     "open_folder",
     "open_gguf",

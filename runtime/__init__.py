@@ -17,6 +17,8 @@ _MODULES = {
     "enable_compilation_cache": "runtime.devices",
     "platform": "runtime.devices",
     "resolve_dtype": "runtime.devices",
+    "runs_on_cpu": "runtime.virtual",
+    "virtual_devices": "runtime.virtual",
 }
 
 __all__ = ["UserError", *_MODULES]

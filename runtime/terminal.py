@@ -1,6 +1,7 @@
 """A command's dealings with its terminal: flags and help, one-line errors with exit code 2, output, and Ctrl-C."""
 
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -44,8 +45,32 @@ def show(text: str) -> None:
         raise UserError(f"standard output can't be written: {error.strerror}; send it elsewhere") from None
 
 
+class Muted(io.TextIOBase):
+    """A standard output that nothing comes out of."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def own_stdout(speaks: bool) -> None:
+    """From here on only this program writes to standard output, and not even that unless it `speaks`: `show` and `status` say nothing then,
+    and only errors are printed. What libraries write there by themselves (Gloo does, for each process that it meets) is dropped.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # there may be none
+        sys.stdout.flush()
+        own = os.dup(sys.stdout.fileno())
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    if not speaks:
+        sys.stdout = Muted()
+
+
 def status(text: str) -> None:
-    print(text, file=sys.stderr)
+    if not isinstance(sys.stdout, Muted):
+        print(text, file=sys.stderr)
 
 
 def to_json(value: Any, encoding: str) -> str:
@@ -105,7 +130,7 @@ def parse_flags(argv: list[str], doc: str, groups: Groups) -> list[str]:
 
 
 def fail(error: Exception | str) -> int:
-    status(f"error: {' '.join(str(error).split())}")
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
 
 

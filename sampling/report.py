@@ -4,13 +4,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import kv
+from model import abstract_params, decode_step, prefill
 from sampling.answer import Completion
 from sampling.batch import Batch
 from sampling.language_model import LanguageModel
+from sharding import collectives, collectives_table, format_mesh, placed_arrays, placement_table
 
 
 def as_json(lm: LanguageModel, completion: Completion) -> dict[str, Any]:
@@ -97,6 +100,41 @@ def cache_table(batch: Batch) -> str:
                 f"{counters.inserted_pages} pages inserted, {counters.evicted_pages} evicted"
             )
     return "\n".join(lines)
+
+
+def sharding_tables(lm: LanguageModel, batch_size: int = 1, capacity: int | None = None) -> str:
+    """What `--explain_sharding` prints: where each weight and each array of the KV cache lies, and what a prefill (of one row, 32 tokens)
+    and a decode step of a batch communicate. Compiles both.
+
+    Args:
+      lm: over a mesh.
+      batch_size: rows of the cache.
+      capacity: tokens of a row; None: 512.
+    """
+    placement, config = lm.placement, lm.config
+    batch = Batch(lm, batch_size, min(512, config.context_length) if capacity is None else capacity)
+    boxes = abstract_params(config, layer_loop=lm.model.layer_loop)
+    names = jax.tree.map(lambda box: box.names, boxes, is_leaf=lambda leaf: hasattr(leaf, "names"))
+    weights = placed_arrays(lm.params, names, placement)
+    kept = placed_arrays(batch.cache.stores, batch.cache.logical_axes().stores, placement)
+    one, row = np.ones((1,), np.int32), np.zeros((1,), np.int32)
+    programs = {
+        "prefill of 32 tokens": prefill.lower(lm.model, lm.params, batch.cache, np.zeros((1, 32), np.int32), one, row, row),
+        f"decode step of {batch.size} row{'s' * (batch.size > 1)}": decode_step.lower(
+            lm.model, lm.params, batch.cache, np.zeros((batch.size,), np.int32)
+        ),
+    }
+    parts = [
+        f"mesh {format_mesh(placement.mesh.shape)} on {placement.mesh.size} {placement.platform} devices; bytes per device and replicated:"
+    ]
+    parts += [placement_table(weights, placement), placement_table(kept, placement)]
+    if (copies := max(getattr(layer.attention, "kv_copies", 1) for layer in config.layers)) > 1:
+        parts.append(f"KV heads stand {copies} times, as there are fewer of them than shards of heads")
+    if config.vocab_padding:
+        parts.append(f"{config.vocab_padding} rows of zeros pad the vocabulary; they are never sampled")
+    for name, lowered in programs.items():
+        parts.append(f"{name}:\n{collectives_table(collectives(lowered.compile().as_text()))}")
+    return "\n".join(parts)
 
 
 def prefill_rate(completions: Sequence[Completion]) -> float | None:

@@ -1,4 +1,4 @@
-"""Floor 0: logical axis names (`sharding.axes`), meshes, and the rules that place arrays on them."""
+"""Floor 0: logical axis names (`sharding.axes`), meshes, the rules that place arrays on them, and runs of several processes."""
 
 import importlib
 from typing import Any
@@ -8,10 +8,12 @@ from sharding.mesh import MESH_AXES, format_mesh, make_mesh, parse_mesh
 
 _MODULES = {
     "Placement": "sharding.placement",
+    "Processes": "sharding.processes",
     "STRATEGIES": "sharding.rules",
     "Collective": "sharding.communication",
     "collectives": "sharding.communication",
     "collectives_table": "sharding.communication",
+    "connect": "sharding.processes",
     "is_names": "sharding.placement",
     "placed_arrays": "sharding.explain",
     "placement_table": "sharding.explain",
