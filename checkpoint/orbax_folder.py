@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import tempfile
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -160,7 +161,9 @@ def load_placed(folder: str | os.PathLike[str], dtype: jnp.dtype, placement: Pla
         if placement is not None:
             target = jax.tree.map(lambda box: placement.sharding(box.names), boxes, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
         change = jax.jit(lambda params: stacked(wanted, copied(saved, wanted, params), layer_loop), out_shardings=target, donate_argnums=0)
-        params = change(params)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Some donated buffers")  # of weights that change their shape
+            params = change(params)
     return wanted, params
 
 

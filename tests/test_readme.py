@@ -12,11 +12,11 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def test_there_are_programs_to_run():
-    assert len(PROGRAMS) == 2
+    assert len(PROGRAMS) == 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS, ids=["text", "jitted functions"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["text", "jitted functions", "mesh"])
 def test_a_program_of_the_readme_runs_and_prints_an_answer(program, capsys):
     exec(compile(program, "README.md", "exec"), {})
     assert len(capsys.readouterr().out) > 100
