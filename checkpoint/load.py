@@ -18,6 +18,7 @@ from checkpoint.download import Progress
 from checkpoint.gguf_file import open_gguf
 from checkpoint.safetensors_folder import open_folder
 from checkpoint.source import Box, Source
+from checkpoint.weight import Index, Place, Weight
 from model import Loop, ModelConfig, abstract_params, fit, loop_of
 from runtime import UserError
 from sharding import Placement, axes
@@ -129,7 +130,7 @@ class _Chosen:
 def _params(
     source: Source,
     config: ModelConfig,
-    weights: list[tensors.Weight],
+    weights: list[Weight],
     dtype: jnp.dtype,
     progress: Progress | None,
     placement: Placement | None,
@@ -138,8 +139,8 @@ def _params(
     promised = flax.traverse_util.flatten_dict(abstract_params(config, dtype), is_leaf=lambda _, value: hasattr(value, "names"))
     _check(source, weights)
     total = sum(box.value.size * box.value.dtype.itemsize for box in promised.values())
-    tree: dict[tensors.Place, jax.Array] = {}
-    made: set[tensors.Place] = set()
+    tree: dict[Place, jax.Array] = {}
+    made: set[Place] = set()
     done = 0
     for weight in weights:
         box = promised[weight.place]
@@ -159,17 +160,17 @@ def _params(
     return flax.traverse_util.unflatten_dict(tree)
 
 
-def _placed(source: Source, weight: tensors.Weight, box: Any, placement: Placement | None) -> jax.Array:
+def _placed(source: Source, weight: Weight, box: Any, placement: Placement | None) -> jax.Array:
     """A weight on its devices; of each part that several of this process hold, the tensors are read once."""
     shape, dtype = box.value.shape, box.value.dtype
 
-    def part(index: tensors.Index) -> np.ndarray:
+    def part(index: Index) -> np.ndarray:
         return np.ascontiguousarray(weight.cut(source, index)).astype(dtype, copy=False)
 
     if placement is None:
         return jax.device_put(part(tuple((0, size) for size in shape)))
     sharding = placement.sharding(box.names)
-    holders: dict[tensors.Index, list[jax.Device]] = {}
+    holders: dict[Index, list[jax.Device]] = {}
     for device, slices in sharding.addressable_devices_indices_map(shape).items():
         index = tuple(each.indices(size)[:2] for each, size in zip(slices, shape, strict=True))
         holders.setdefault(index, []).append(device)
@@ -192,7 +193,7 @@ def _set_turn(stack: jax.Array, value: jax.Array, turn: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(stack, value, turn, 0)
 
 
-def _check(source: Source, weights: list[tensors.Weight]) -> None:
+def _check(source: Source, weights: list[Weight]) -> None:
     """Every tensor that is needed is there in its shape, and none is left over."""
     needed = {name: shape for weight in weights for name, shape in weight.parts}
     there = source.names()

@@ -5,57 +5,13 @@ One set of names per family, Hugging Face's; a GGUF file is read under the same 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from checkpoint.source import Box, Source
+from checkpoint.weight import Index, Parts, Place, Weight, copied, one, padded, stacked, whole_rows
 from model import AttentionConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
-
-Place = tuple[str, ...]  # of a weight in the parameter tree
-Parts = Sequence[np.ndarray]  # each is read when it is asked for
-Index = tuple[tuple[int, int], ...]  # start and stop along each of a weight's axes
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """How one weight of the tree, or a part of it, is made.
-
-    Attributes:
-      place: where it stands.
-      shape: of the whole weight.
-      parts: names of the tensors, and the shapes that they must have.
-      reads: an index -> which boxes of which tensors make that part of the weight.
-      make: what was read, and the index -> the part.
-      axes: of those axes, a part can be made of a part of the tensors; along others all is made.
-    """
-
-    place: Place
-    shape: tuple[int, ...]
-    parts: tuple[tuple[str, tuple[int, ...]], ...]
-    reads: Callable[[Index], list[tuple[str, Box]]]
-    make: Callable[[Parts, Index], np.ndarray]
-    axes: frozenset[int]
-
-    def cut(self, source: Source, index: Index) -> np.ndarray:
-        """A part of the weight, of which nothing else is read that can be told apart."""
-        wanted = tuple(part if axis in self.axes else (0, size) for axis, (part, size) in enumerate(zip(index, self.shape, strict=True)))
-        value = self.make(_Parts(source, self.reads(wanted)), wanted)
-        rest = tuple(slice(None) if axis in self.axes else slice(*part) for axis, part in enumerate(index))
-        return value[rest] if rest else value
-
-
-class _Parts(Sequence):
-    """What makes a weight, each tensor (or box of one) read when it is asked for."""
-
-    def __init__(self, source: Source, reads: Sequence[tuple[str, Box]]):
-        self._source, self._reads = source, reads
-
-    def __len__(self) -> int:
-        return len(self._reads)
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        return self._source.read(*self._reads[number])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +60,10 @@ NAMES: dict[str, Names] = {
 def weights(config: ModelConfig, names: Names, source: Source) -> Iterator[Weight]:
     """Every weight of the tree. The source is only asked for names, to choose between layouts that its family comes in."""
     D, known = config.width, source.names()
-    yield _padded(_one(("embedding",), "model.embed_tokens.weight", (config.num_tokens, D)), config.vocab_padding)
+    yield padded(one(("embedding",), "model.embed_tokens.weight", (config.num_tokens, D)), config.vocab_padding)
     yield _norm(("final_norm", "scale"), "model.norm.weight", D, names)
     if not config.tie_embeddings:
-        yield _padded(_one(("head",), "lm_head.weight", (config.num_tokens, D)), config.vocab_padding)
+        yield padded(one(("head",), "lm_head.weight", (config.num_tokens, D)), config.vocab_padding)
     for number, layer in enumerate(config.layers):
         place, prefix = (f"layer_{number}",), f"model.layers.{number}."
         before, after = layer.norms in ("pre", "sandwich"), layer.norms in ("post", "sandwich")
@@ -122,79 +78,8 @@ def weights(config: ModelConfig, names: Names, source: Source) -> Iterator[Weigh
             yield from _gated((*place, "mlp"), f"{prefix}mlp", layer.mlp, D, known)
 
 
-def _one(
-    place: Place,
-    name: str,
-    shape: tuple[int, ...],
-    into: tuple[int, ...] | None = None,
-    change: Callable[[np.ndarray], np.ndarray] | None = None,
-) -> Weight:
-    """A weight that is a tensor, perhaps in another shape: each axis of the tensor is one or several neighbouring ones of the weight.
-
-    Args:
-      change: of the values, in the weight's shape; it must leave the axes along which the tensor is cut as they are.
-    """
-    into = shape if into is None else into
-    groups = _groups(shape, into)
-
-    def reads(index: Index) -> list[tuple[str, Box]]:
-        return [
-            (
-                name,
-                tuple(slice(*(bound * (size // into[first]) for bound in index[first])) for size, first in zip(shape, groups, strict=True)),
-            )
-        ]
-
-    def make(parts: Parts, index: Index) -> np.ndarray:
-        value = parts[0].reshape([stop - start for start, stop in index])
-        return value if change is None else change(value)
-
-    return Weight(place, into, ((name, shape),), reads, make, frozenset(groups))
-
-
-def _groups(shape: tuple[int, ...], into: tuple[int, ...]) -> list[int]:
-    """Of each axis of `shape`, the first of those of `into` that it is split into."""
-    firsts, at = [], 0
-    for size in shape:
-        firsts.append(at)
-        product = 1
-        while product < size or at == firsts[-1]:
-            product *= into[at]
-            at += 1
-    return firsts
-
-
 def _norm(place: Place, name: str, width: int, names: Names, into: tuple[int, ...] | None = None) -> Weight:
-    return _one(place, name, (width,), into, lambda scale: scale.astype(np.float32) + np.float32(names.norm_offset))
-
-
-def _padded(weight: Weight, rows: int) -> Weight:
-    """With as many rows of zeros at the end that no tensor has."""
-    held = weight.shape[0]
-
-    def known(index: Index) -> Index:
-        return ((min(index[0][0], held), min(index[0][1], held)), *index[1:])
-
-    def make(parts: Parts, index: Index) -> np.ndarray:
-        value = weight.make(parts, known(index))
-        missing = index[0][1] - index[0][0] - len(value)
-        return value if not missing else np.concatenate([value, np.zeros((missing, *value.shape[1:]), value.dtype)])
-
-    shape = (held + rows, *weight.shape[1:])
-    return Weight(weight.place, shape, weight.parts, lambda index: weight.reads(known(index)), make, weight.axes) if rows else weight
-
-
-def _copied(weight: Weight, copies: int) -> Weight:
-    """With each entry along the first axis as often as `copies` says."""
-    shape = (weight.shape[0] * copies, *weight.shape[1:])
-
-    def own(index: Index) -> Index:
-        return ((index[0][0] // copies, -(-index[0][1] // copies)), *index[1:])
-
-    def make(parts: Parts, index: Index) -> np.ndarray:
-        return weight.make(parts, own(index))[np.arange(*index[0]) // copies - index[0][0] // copies]
-
-    return Weight(weight.place, shape, weight.parts, lambda index: weight.reads(own(index)), make, weight.axes) if copies > 1 else weight
+    return one(place, name, (width,), into, lambda scale: scale.astype(np.float32) + np.float32(names.norm_offset))
 
 
 def _grouped(place: Place, prefix: str, c: AttentionConfig, D: int, names: Names, known: set[str]) -> Iterator[Weight]:
@@ -207,7 +92,7 @@ def _grouped(place: Place, prefix: str, c: AttentionConfig, D: int, names: Names
 
         def heads(part: str, count: int, each: int) -> Weight:
             change = functools.partial(_half_split, rotated=each)
-            return _one(place, f"{prefix}{part}_proj.{kind}", (count * H, *rest), (count, H, *rest), change)
+            return one(place, f"{prefix}{part}_proj.{kind}", (count * H, *rest), (count, H, *rest), change)
 
         q, k, v = heads("q", N, rotated), heads("k", held, rotated), heads("v", held, 0)
         fused = f"{prefix}qkv_proj.{kind}"
@@ -235,18 +120,18 @@ def _grouped(place: Place, prefix: str, c: AttentionConfig, D: int, names: Names
         return Weight((*place, name), (K, G + 2, H, *rest), tensors, reads, make, frozenset({0, 3}) if rest else frozenset({0}))
 
     yield joined("weight", "wqkv", D)
-    yield _one((*place, "wo"), f"{prefix}o_proj.weight", (D, N * H), (D, K, G, H))
+    yield one((*place, "wo"), f"{prefix}o_proj.weight", (D, N * H), (D, K, G, H))
     if c.qkv_bias:
         yield joined("bias", "bqkv")
     if c.out_bias:
-        yield _one((*place, "bo"), f"{prefix}o_proj.bias", (D,))
+        yield one((*place, "bo"), f"{prefix}o_proj.bias", (D,))
     if c.qk_norm is not None:
         whole = c.qk_norm == "full"
         yield _norm((*place, "q_norm"), f"{prefix}q_norm.weight", N * H if whole else H, names, (K, G, H) if whole else None)
         k_norm = _norm((*place, "k_norm"), f"{prefix}k_norm.weight", held * H if whole else H, names, (held, H) if whole else None)
-        yield _copied(k_norm, c.kv_copies) if whole else k_norm
+        yield copied(k_norm, c.kv_copies) if whole else k_norm
     if c.sinks:
-        yield _one((*place, "sinks"), f"{prefix}sinks", (N,), (K, G))
+        yield one((*place, "sinks"), f"{prefix}sinks", (N,), (K, G))
 
 
 def _latent(place: Place, prefix: str, c: MLAConfig, D: int, names: Names, known: set[str]) -> Iterator[Weight]:
@@ -261,7 +146,7 @@ def _latent(place: Place, prefix: str, c: MLAConfig, D: int, names: Names, known
 
     def part_of_up(name: str, first: int, count: int) -> Weight:
         """[N, count, C]: of every head's key rows, then its value rows."""
-        whole = _one((*place, name), f"{prefix}kv_b_proj.weight", (N * (P + V), C), (N, P + V, C))
+        whole = one((*place, name), f"{prefix}kv_b_proj.weight", (N * (P + V), C), (N, P + V, C))
 
         def make(parts: Parts, index: Index) -> np.ndarray:
             return whole.make(parts, (index[0], (0, P + V), index[2]))[:, first : first + count]
@@ -271,34 +156,29 @@ def _latent(place: Place, prefix: str, c: MLAConfig, D: int, names: Names, known
         )
 
     if c.q_rank is None:
-        yield _one((*place, "wq"), f"{prefix}q_proj.weight", (N * (P + R), D), (N, P + R, D), queries)
+        yield one((*place, "wq"), f"{prefix}q_proj.weight", (N * (P + R), D), (N, P + R, D), queries)
     else:
-        yield _one((*place, "wq_a"), f"{prefix}q_a_proj.weight", (c.q_rank, D))
+        yield one((*place, "wq_a"), f"{prefix}q_a_proj.weight", (c.q_rank, D))
         yield _norm((*place, "q_norm", "scale"), f"{prefix}q_a_layernorm.weight", c.q_rank, names)
-        yield _one((*place, "wq"), f"{prefix}q_b_proj.weight", (N * (P + R), c.q_rank), (N, P + R, c.q_rank), queries)
-    yield _whole_rows(_one((*place, "wkv_a"), f"{prefix}kv_a_proj_with_mqa.weight", (C + R, D), change=keys))
+        yield one((*place, "wq"), f"{prefix}q_b_proj.weight", (N * (P + R), c.q_rank), (N, P + R, c.q_rank), queries)
+    yield whole_rows(one((*place, "wkv_a"), f"{prefix}kv_a_proj_with_mqa.weight", (C + R, D), change=keys))
     yield _norm((*place, "kv_norm", "scale"), f"{prefix}kv_a_layernorm.weight", C, names)
     yield part_of_up("w_uk", 0, P)
     yield part_of_up("w_uv", P, V)
-    yield _one((*place, "wo"), f"{prefix}o_proj.weight", (D, N * V), (D, N, V))
+    yield one((*place, "wo"), f"{prefix}o_proj.weight", (D, N * V), (D, N, V))
     if c.bias:
         if c.q_rank is not None:
-            yield _one((*place, "bq_a"), f"{prefix}q_a_proj.bias", (c.q_rank,))
-        yield _whole_rows(_one((*place, "bkv_a"), f"{prefix}kv_a_proj_with_mqa.bias", (C + R,), change=keys))
-        yield _one((*place, "bo"), f"{prefix}o_proj.bias", (D,))
+            yield one((*place, "bq_a"), f"{prefix}q_a_proj.bias", (c.q_rank,))
+        yield whole_rows(one((*place, "bkv_a"), f"{prefix}kv_a_proj_with_mqa.bias", (C + R,), change=keys))
+        yield one((*place, "bo"), f"{prefix}o_proj.bias", (D,))
     if (i := c.indexer) is not None:
         inner = f"{prefix}indexer."
         rank = c.q_rank if c.q_rank is not None else D
-        yield _one((*place, "index_wq"), f"{inner}wq_b.weight", (i.num_heads * i.head_dim, rank), (i.num_heads, i.head_dim, rank))
-        yield _one((*place, "index_wk"), f"{inner}wk.weight", (i.head_dim, D))
-        yield _one((*place, "index_weights"), f"{inner}weights_proj.weight", (i.num_heads, D))
-        yield _one((*place, "index_k_norm", "scale"), f"{inner}k_norm.weight", (i.head_dim,))
-        yield _one((*place, "index_k_norm", "bias"), f"{inner}k_norm.bias", (i.head_dim,))
-
-
-def _whole_rows(weight: Weight) -> Weight:
-    """Not to be cut along its first axis, whose entries change places."""
-    return dataclasses.replace(weight, axes=weight.axes - {0})
+        yield one((*place, "index_wq"), f"{inner}wq_b.weight", (i.num_heads * i.head_dim, rank), (i.num_heads, i.head_dim, rank))
+        yield one((*place, "index_wk"), f"{inner}wk.weight", (i.head_dim, D))
+        yield one((*place, "index_weights"), f"{inner}weights_proj.weight", (i.num_heads, D))
+        yield one((*place, "index_k_norm", "scale"), f"{inner}k_norm.weight", (i.head_dim,))
+        yield one((*place, "index_k_norm", "bias"), f"{inner}k_norm.bias", (i.head_dim,))
 
 
 def _gated(place: Place, prefix: str, c: MLPConfig, D: int, known: set[str]) -> Iterator[Weight]:
@@ -320,22 +200,22 @@ def _gated(place: Place, prefix: str, c: MLPConfig, D: int, known: set[str]) -> 
                 (name, (slice(at + start, at + stop), *(slice(*each) for each in others))) for name, at in zip(named, first, strict=True)
             ]
 
-        return Weight((*place, name), (2, F, *rest), tensors, reads, lambda parts, _: _stacked(parts), frozenset(range(1, 2 + len(rest))))
+        return Weight((*place, name), (2, F, *rest), tensors, reads, lambda parts, _: stacked(parts), frozenset(range(1, 2 + len(rest))))
 
     yield pair("weight", "w_gate_up", D)
-    yield _one((*place, "w_down"), f"{prefix}.down_proj.weight", (D, F))
+    yield one((*place, "w_down"), f"{prefix}.down_proj.weight", (D, F))
     if c.bias:
         yield pair("bias", "b_gate_up")
-        yield _one((*place, "b_down"), f"{prefix}.down_proj.bias", (D,))
+        yield one((*place, "b_down"), f"{prefix}.down_proj.bias", (D,))
 
 
 def _mixture(place: Place, prefix: str, c: MoEConfig, D: int, names: Names) -> Iterator[Weight]:
     E, F = c.router.num_experts, c.expert.hidden
-    yield _one((*place, "w_router"), f"{prefix}{names.router}.weight", (E, D))
+    yield one((*place, "w_router"), f"{prefix}{names.router}.weight", (E, D))
     if c.router_bias:
-        yield _one((*place, "b_router"), f"{prefix}{names.router}.bias", (E,))
+        yield one((*place, "b_router"), f"{prefix}{names.router}.bias", (E,))
     if c.router.choice_bias:
-        yield _one((*place, "choice_bias"), f"{prefix}{names.router}.e_score_correction_bias", (E,))
+        yield one((*place, "choice_bias"), f"{prefix}{names.router}.e_score_correction_bias", (E,))
     if names.interleaved_experts:
         all_experts = f"{prefix}mlp.experts."
 
@@ -360,7 +240,7 @@ def _mixture(place: Place, prefix: str, c: MoEConfig, D: int, names: Names) -> I
         down = ((f"{all_experts}down_proj", (E, F, D)),)
         yield Weight((*place, "w_down"), (E, D, F), down, turned, lambda parts, _: parts[0].swapaxes(1, 2), frozenset({0, 1, 2}))
         yield in_turns("b_gate_up", "gate_up_proj_bias")
-        yield _one((*place, "b_down"), f"{all_experts}down_proj_bias", (E, D))
+        yield one((*place, "b_down"), f"{all_experts}down_proj_bias", (E, D))
     else:
 
         def each(name: str, wanted: tuple[str, ...], kind: str, *shape: int) -> Weight:
@@ -372,7 +252,7 @@ def _mixture(place: Place, prefix: str, c: MoEConfig, D: int, names: Names) -> I
                 return [(f"{prefix}{part.format(e)}.{kind}", box) for e in range(*index[0]) for part in wanted]
 
             def make(parts: Parts, index: Index) -> np.ndarray:
-                rows = _stacked(parts)
+                rows = stacked(parts)
                 return rows.reshape(-1, *lead[1:], *rows.shape[1:])
 
             tensors = tuple((f"{prefix}{part.format(e)}.{kind}", shape) for e in range(E) for part in wanted)
@@ -388,18 +268,7 @@ def _mixture(place: Place, prefix: str, c: MoEConfig, D: int, names: Names) -> I
     if c.shared is not None:
         yield from _gated((*place, "shared"), f"{prefix}{names.shared}", c.shared, D, set())
     if c.shared_gate:
-        yield _one((*place, "w_shared_gate"), f"{prefix}{names.shared}_gate.weight", (1, D))
-
-
-def _stacked(parts: Parts) -> np.ndarray:
-    """Like `np.stack`, one part at a time: they are read when they are asked for."""
-    first = parts[0]
-    out = np.empty((len(parts), *first.shape), first.dtype)
-    out[0] = first
-    del first
-    for number in range(1, len(parts)):
-        out[number] = parts[number]
-    return out
+        yield one((*place, "w_shared_gate"), f"{prefix}{names.shared}_gate.weight", (1, D))
 
 
 def _half_split(heads: np.ndarray, rotated: int) -> np.ndarray:
