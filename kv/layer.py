@@ -103,6 +103,12 @@ class Layer(struct.PyTreeNode):
 
         return self.replace(tensors={name: names(tensor) for name, tensor in self.tensors.items()})
 
+    def constrained(self) -> "Layer":
+        """Inside jit: the layers where they belong, whatever the compiler thinks of it."""
+        if self.placement is None:
+            return self
+        return self.placement.constrain_tree(self, self.logical_axes(self.layout.kind == "paged"))
+
     def written(self, rows: Mapping[str, jax.Array], step: Step) -> "Layer":
         """With a step's rows [B', T, K, H], by tensor, written."""
         kept = step.kept

@@ -151,7 +151,7 @@ def store_pages(stores: tuple[Layer, ...], pages: jax.Array, contents: Sequence[
     arrays, kind = jax.tree.flatten(stores)
     for index, content in enumerate(contents):
         arrays = [jax.lax.dynamic_update_index_in_dim(array, new, pages[index], axis=1) for array, new in zip(arrays, content, strict=True)]
-    return jax.tree.unflatten(kind, arrays)
+    return tuple(store.constrained() for store in jax.tree.unflatten(kind, arrays))
 
 
 @program(donated=("stores",))
@@ -166,7 +166,7 @@ def duplicate_pages(stores: tuple[Layer, ...], source: jax.Array, target: jax.Ar
 
         return jax.lax.fori_loop(0, target.shape[0], copy, array)
 
-    return jax.tree.map(copied, stores)
+    return tuple(store.constrained() for store in jax.tree.map(copied, stores))
 
 
 def _numbers(cache: Cache, group: int) -> list[int]:

@@ -13,6 +13,7 @@ from kv.export import Export, array_names, describe, verify
 from kv.layer import Layer
 from kv.types import Step
 from runtime import UserError, program
+from sharding import axes
 
 SMALLEST, LARGEST = 16, 1024  # tokens of a call: powers of two between, so that few programs are compiled
 
@@ -30,7 +31,7 @@ def export_row(cache: Cache, row: int, namespace: str = "") -> Export:
       back it has fewer, and the row can be rewound by so much less.
 
     Raises:
-      UserError: a cache that stores nothing, or a row without the pages that its next query sees.
+      UserError: a cache that stores nothing or whose slots are split over a mesh, or a row without the pages that its next query sees.
       ValueError: no such row.
     """
     _check(cache, row)
@@ -138,7 +139,7 @@ def store_tokens(
         )
         for name, tensor in store.tensors.items()
     }
-    return store.replace(tensors=tensors)
+    return store.replace(tensors=tensors).constrained()
 
 
 @program(donated=("lengths",))
@@ -159,6 +160,8 @@ def _step(tables: tuple[jax.Array, ...], row: jax.Array, start: jax.Array, count
 def _check(cache: Cache, row: int) -> None:
     if cache.capacity is None:
         raise UserError("a cache that stores nothing (kv.fresh) has no rows to move: use one of kv.init")
+    if cache.placement is not None and (stripes := cache.placement.shards(axes.SLOTS)) > 1:
+        raise UserError(f"slots that lie in turns on {stripes} devices (the mesh axis seq) can't be moved by row: use a mesh without seq")
     if not 0 <= row < cache.batch:
         raise ValueError(f"row {row} is outside the cache's 0..{cache.batch - 1}")
 

@@ -11,6 +11,7 @@ import kv
 from model import prefill
 from runtime import UserError, program
 from sampling.language_model import LanguageModel
+from sharding import axes
 
 WINDOW = 1024  # tokens that a prediction may look back at, at most
 CHUNK = 128  # tokens per call: bounds the logits, 128 MiB for 262,144 tokens; later chunks of a window read what the cache holds
@@ -87,7 +88,9 @@ def evaluate(
     if window > lm.config.context_length:
         raise UserError(f"window {window} is longer than the model's context {lm.config.context_length}: give a shorter one")
     inputs, targets = _pairs(lm, tokens)
-    caches = {name: kv.init(lm.config, 1, window, format) for name, format in formats.items()}
+    parts = 1 if lm.placement is None else lm.placement.shards(axes.BATCH)  # a row of the text, and others that stay empty
+    rows = None if parts == 1 else np.zeros((1,), np.int32)
+    caches = {name: kv.init(lm.config, parts, window, format, None, lm.placement) for name, format in formats.items()}
     scores: dict[str, list[tuple[np.ndarray, ...]]] = {name: [] for name in formats}
     for start in range(0, len(targets), chunk):
         real = min(chunk, len(targets) - start)
@@ -99,7 +102,7 @@ def evaluate(
         counts, held = (np.asarray([value], np.int32) for value in (real, first))
         reference = None
         for name in formats:
-            logits, caches[name] = prefill(lm.model, lm.params, caches[name], padded[:1], counts, held=held, logits="all")
+            logits, caches[name] = prefill(lm.model, lm.params, caches[name], padded[:1], counts, rows, held, logits="all")
             reference = logits if reference is None else reference
             scores[name].append(tuple(np.asarray(part)[:real] for part in score(logits[0], reference[0], padded[1])))
             del logits  # before the next call makes its own

@@ -99,8 +99,12 @@ class LanguageModel:
         """Writes the model as an Orbax checkpoint with its tokenizer, of which `load(folder)` makes the same model again.
 
         Raises:
-          UserError: the folder exists and is not empty, or can't be written.
+          UserError: the folder exists and is not empty, or can't be written, or the layers' weights are stacked.
         """
+        if self.model.layer_loop != "unrolled":
+            raise UserError(
+                f"a model with layer_loop={self.model.layer_loop!r} can't be saved: load it unrolled (what is saved loads either way)"
+            )
         orbax_folder.save(folder, self.config, self.params, metadata={"name": self.name}, add_files=self.tokenizer.save)
 
 

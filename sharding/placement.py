@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from runtime.errors import UserError
 from sharding.rules import Rules, rules_for
 
 Names = Sequence[str | None]  # an array's logical axes; None is whole
@@ -29,7 +30,12 @@ class Placement:
 
     @classmethod
     def on(cls, mesh: Mesh, rules: Rules | None = None) -> "Placement":
-        """On a mesh, by the tables of its axes."""
+        """On a mesh, by the tables of its axes. Raises: UserError, if an axis is not of type Auto."""
+        if wrong := [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Auto]:
+            raise UserError(
+                f"mesh axis {wrong[0]!r} is of type Explicit or Manual, with which each operation must say where its result lies: make the "
+                "mesh with axis_types=(jax.sharding.AxisType.Auto,) * n, or with sharding.make_mesh"
+            )
         return cls(mesh, rules_for(mesh.axis_names) if rules is None else rules)
 
     @property

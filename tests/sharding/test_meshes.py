@@ -160,6 +160,12 @@ def test_collectives_are_counted_as_often_as_their_loops_run():
     }
 
 
+def test_a_mesh_with_explicit_axes_is_refused():
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:1])
+    with pytest.raises(UserError, match=r"mesh axis 'model' is of type Explicit or Manual.*make the mesh with axis_types"):
+        Placement.on(mesh)
+
+
 def test_a_placement_is_one_value_however_it_is_made():
     first, second = abstract(data=2, model=2), abstract(data=2, model=2)
     assert first == second and hash(first) == hash(second) and dataclasses.replace(first, rules=()) != first

@@ -30,8 +30,8 @@ from model import (
     prefill,
     stacked,
 )
-from runtime import LEDGER
-from sharding import Placement, make_mesh, parse_mesh
+from runtime import LEDGER, UserError
+from sharding import Placement, is_names, make_mesh, parse_mesh
 from tests.model.hybrids import CONFIGS
 
 ROWS, CHUNK, CAPACITY, STEPS = 4, 16, 64, 4
@@ -209,3 +209,32 @@ def test_padding_of_the_vocabulary_is_never_the_likeliest():
         "all",
     )[0]
     assert float(logits[..., 101:].max()) < float(logits[..., :101].min())
+
+
+def filled(placement):
+    """A cache of four rows, the third with 21 tokens, and what decodes next."""
+    config, params = MODELS["dense"], init_params(MODELS["dense"])
+    _, params = on_mesh(config, params, placement, "unrolled")
+    cache = kv.init(config, ROWS, CAPACITY, DENSE, None, placement)
+    tokens = np.random.default_rng(2).integers(0, 101, (1, 21), np.int32)
+    each = (np.asarray([number], np.int32) for number in (21, 2, 0))
+    _, cache = prefill(Transformer(config), params, cache, tokens, *each)
+    return config, params, cache
+
+
+def test_a_row_moves_between_caches_that_are_split_otherwise():
+    config, params, cache = filled(placement_of("data=2,model=2"))
+    row = kv.export_row(cache, 2)
+    other = placement_of("model=4")
+    _, other_params = on_mesh(config, init_params(config), other, "unrolled")
+    moved = kv.import_row(kv.init(config, ROWS, CAPACITY, DENSE, None, other), 1, row)
+    for names, array in zip(jax.tree.leaves(moved.logical_axes(), is_leaf=is_names), jax.tree.leaves(moved), strict=True):
+        assert array.sharding.is_equivalent_to(other.sharding(names), array.ndim)
+    want, _ = decode_step(Transformer(config), params, cache, np.asarray([-1, -1, 5, -1], np.int32))
+    got, _ = decode_step(Transformer(config), other_params, moved, np.asarray([-1, 5, -1, -1], np.int32))
+    np.testing.assert_allclose(np.asarray(got)[1], np.asarray(want)[2], atol=EQUAL * np.abs(np.asarray(want)[2]).max())
+
+
+def test_rows_of_a_cache_whose_slots_are_split_are_not_moved():
+    with pytest.raises(UserError, match=r"slots that lie in turns on 4 devices .* use a mesh without seq"):
+        kv.export_row(filled(placement_of("seq=4"))[2], 2)
