@@ -70,7 +70,7 @@ class Cache(struct.PyTreeNode):
     @property
     def placement(self) -> Placement | None:
         """How the cache is split over a mesh."""
-        return getattr(self.stores[0], "placement", None)
+        return getattr(self.stores[0], "placement", None) if self.stores else None
 
     def with_tables(self, tables: Sequence[np.ndarray]) -> "Cache":
         """The cache with the host's page tables, int32 [B, M] per page group."""
