@@ -166,11 +166,11 @@ def _empty(config, batch, capacity, format, pages, placement):
     )
 
 
-def fresh(config: HasCacheLayers, batch: int, placement: Placement | None = None) -> Cache:
+def fresh(config: HasCacheLayers, batch: int) -> Cache:
     """A cache that stores nothing: `prefill` over it is the full forward."""
     layers = len(config.cache_layers)
     return Cache(
-        stores=(Fresh(placement=placement),),
+        stores=(Fresh(),),
         lengths=jnp.zeros((batch,), jnp.int32),
         places=tuple((0, i) for i in range(layers)),
         capacity=None,
@@ -242,8 +242,8 @@ def _check_split(config: HasCacheLayers, batch: int, format: Format, pools: Sequ
         if pool % rows:
             raise UserError(f"a pool of {pool} pages can't be split evenly into {rows} parts: give {-(-pool // rows) * rows}")
     if format.page_size is not None and format.page_size % stripes:
-        near = 1 << stripes.bit_length()
-        raise UserError(f"pages of {format.page_size} tokens can't be split evenly into {stripes} parts: give --page_size={near}")
+        remedy = f"give --page_size={stripes}" if stripes & (stripes - 1) == 0 else "use a mesh whose axis seq is a power of two"
+        raise UserError(f"pages of {format.page_size} tokens can't be split evenly into {stripes} parts: {remedy}")
     for spec in config.cache_layers:
         for tensor in spec.tensors.values():
             if tensor.heads % (shards := placement.shards(tensor.axis)):

@@ -8,14 +8,12 @@ from flax import struct
 from kernels import attention
 from kv.latent import latent_attention
 from kv.types import AttentionSpec, KeyValue, LatentQuery, LatentRow, Query, Step
-from sharding import Placement
 
 
 class Fresh(struct.PyTreeNode):
     """Attention among the call's own tokens, all scores at once: memory grows with T squared."""
 
     layer: jax.Array | int | None = None
-    placement: Placement | None = struct.field(pytree_node=False, default=None)
 
     def attend(
         self, query: Query | LatentQuery, new: KeyValue | LatentRow, step: Step, spec: AttentionSpec, weights: Any = None

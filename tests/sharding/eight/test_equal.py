@@ -238,3 +238,9 @@ def test_a_row_moves_between_caches_that_are_split_otherwise():
 def test_rows_of_a_cache_whose_slots_are_split_are_not_moved():
     with pytest.raises(UserError, match=r"slots that lie in turns on 4 devices .* use a mesh without seq"):
         kv.export_row(filled(placement_of("seq=4"))[2], 2)
+
+
+@pytest.mark.parametrize(("mesh", "remedy"), [("seq=4", "give --page_size=4"), ("seq=3", "use a mesh whose axis seq is a power of two")])
+def test_pages_that_can_not_be_split_are_refused_with_what_would_work(mesh, remedy):
+    with pytest.raises(UserError, match=f"pages of 2 tokens can't be split evenly into . parts: {remedy}"):
+        kv.init(MODELS["dense"], ROWS, CAPACITY, dataclasses.replace(DENSE, page_size=2), None, placement_of(mesh))
