@@ -39,7 +39,7 @@ def slices():
 @pytest.fixture(scope="session")
 def gpus():
     """Four H200 on the axis `model`."""
-    pytest.importorskip("jax_plugins.xla_cuda12", reason="the GPU's compiler is not installed: pip install -e '.[gpu_compiler]'")
+    pytest.importorskip("jax_plugins.xla_cuda12", reason="the GPU's compiler is not installed: pip install -e '.[gpu-compiler]'")
     from jax.experimental import topologies
 
     from tests.aot.hopper import H200
