@@ -6,11 +6,14 @@ from kernels.experts import experts
 from kernels.indexer import blockwise_index_scores, index_scores, top_slots
 from kernels.matmul import head_matmul, matmul
 from kernels.packing import Packing
+from kernels.quant_array import JoinedArray, QuantArray, is_packed, take_rows, widen
 from kernels.row_major import row_major
 
 __all__ = [
     "Blocks",
+    "JoinedArray",
     "Packing",
+    "QuantArray",
     "Scoring",
     "append",
     "append_pages",
@@ -21,7 +24,10 @@ __all__ = [
     "experts",
     "head_matmul",
     "index_scores",
+    "is_packed",
     "matmul",
     "row_major",
+    "take_rows",
     "top_slots",
+    "widen",
 ]

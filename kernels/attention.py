@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from kernels.matmul import cpu_operands
+from kernels.operands import cpu_operands
 
 _MASKED = -1e30  # finite: a row with nothing to see must not give inf - inf
 

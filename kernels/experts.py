@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kernels.matmul import cpu_operands
+from kernels.operands import cpu_operands
 
 _BLOCK = 2**20  # weights of one matrix: what the CPU copies at once, 4 MiB in f32
 _MIN_UNITS = 128

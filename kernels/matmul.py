@@ -9,19 +9,24 @@ import math
 import jax
 import jax.numpy as jnp
 
-from runtime import cpu_multiplies_bf16
+from kernels.operands import cpu_operands
+from kernels.quant_array import Weight, is_packed
+from kernels.quant_matmul import quant_matmul
 
 
-def matmul(x: jax.Array, w: jax.Array, axes: int = 1) -> jax.Array:
+def matmul(x: jax.Array, w: Weight, axes: int = 1) -> jax.Array:
     """x times w over the last `axes` axes of both, accumulated in f32.
 
     Args:
       x: activations [..., I] (or [..., I1, I2] with axes=2), any float dtype.
-      w: weights [O..., I]; may be stored in another float dtype than x, and is rounded to x's.
+      w: weights [O..., I]; may be stored in another float dtype than x, and is rounded to x's. A packed one has its inputs in one axis,
+        and is read packed; with `activations="int8"` each token of x is rounded to 8 bits.
 
     Returns:
       [..., O...] in x's dtype.
     """
+    if is_packed(w):
+        return quant_matmul(x.reshape(*x.shape[: x.ndim - axes], -1), w)
     return jax.lax.platform_dependent(x, w, cpu=lambda x, w: _cpu(x, w, axes), default=lambda x, w: _xla(x, w, axes))
 
 
@@ -75,12 +80,3 @@ def head_matmul(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
         return out.reshape(B, T, N, -1).astype(x.dtype)
 
     return jax.lax.platform_dependent(x, w, cpu=cpu, default=default)
-
-
-def cpu_operands(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The operands of a dot in the format that the CPU backend multiplies fast: bf16 with a f32 result where the processor has bf16
-    products (twice the speed of f32), else f32 (elsewhere bf16 falls into a naive loop at 1 GB/s). The result is the same: f32 holds every
-    bf16 product exactly."""
-    if x.dtype == y.dtype == jnp.bfloat16 and cpu_multiplies_bf16():
-        return x, y
-    return x.astype(jnp.float32), y.astype(jnp.float32)

@@ -1,0 +1,109 @@
+"""`quant_matmul(x, w)`: the product with packed weights, which are read packed.
+
+Each lowering widens a part of the weight as it multiplies it: an accelerator's compiler fuses that into the product's operand; the CPU goes
+through blocks of rows, small enough to stay in its cache.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from kernels.operands import cpu_operands
+from kernels.quant_array import JoinedArray, QuantArray
+
+_BLOCK = 2**20  # weights that the CPU widens at once: 4 MiB
+_LEAST_ROWS = 4  # of int8 products: with fewer, XLA's CPU dot takes a naive loop
+BARE = 127.0  # the largest code of an activation
+
+
+def quant_matmul(x: jax.Array, w: QuantArray | JoinedArray) -> jax.Array:
+    """x times w over the last axis of both.
+
+    Args:
+      x: activations [..., I], any float dtype.
+      w: [O..., I].
+
+    Returns:
+      [..., O...] in x's dtype. Sums are f32 (int32 of int8 products).
+    """
+    if isinstance(w, JoinedArray):
+        parts = [quant_matmul(x, part) if isinstance(part, QuantArray) else _plain(x, part) for part in w.parts]
+        return jnp.concatenate(parts, x.ndim - 1 + w.axis)
+    lead, outs = x.shape[:-1], w.shape[:-1]
+    if w.input_scales is not None:
+        x = (x.astype(jnp.float32) * w.input_scales.astype(jnp.float32)).astype(x.dtype)
+    if w.order is not None:
+        x = jnp.take(x, w.order, axis=-1)
+    w = w.replace(input_scales=None, order=None)
+    rows = x.reshape(math.prod(lead), x.shape[-1])
+    out = _int8(rows, w) if w.activations else jax.lax.platform_dependent(rows, w, cpu=_widened_cpu, default=_widened)
+    return out.reshape(*lead, *outs).astype(x.dtype)
+
+
+def _plain(x: jax.Array, w: jax.Array) -> jax.Array:
+    from kernels.matmul import matmul
+
+    return matmul(x, w)
+
+
+def _widened(x: jax.Array, w: QuantArray) -> jax.Array:
+    """f32 [R, O...]; the operands are in x's dtype."""
+    dims = ((1,), (w.ndim - 1,)), ((), ())
+    return jax.lax.dot_general(x, w.widen(x.dtype), dims, preferred_element_type=jnp.float32)
+
+
+def _widened_cpu(x: jax.Array, w: QuantArray) -> jax.Array:
+    """As `_widened`, with the weight on the left, as in `kernels.matmul`."""
+    if len(x) == 1 and x.dtype == jnp.bfloat16:
+        x = x.astype(jnp.float32)  # one row of bf16 would take a naive loop; f32 holds every product exactly
+
+    def multiply(part: QuantArray) -> jax.Array:
+        left, right = cpu_operands(part.widen(x.dtype), x)
+        out = jax.lax.dot_general(left, right, (((part.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return jax.lax.optimization_barrier(out)
+
+    out = multiply(w) if w.spread else _in_blocks(multiply, w)  # [O..., R]
+    return jnp.moveaxis(out, -1, 0)
+
+
+def _in_blocks(multiply, w: QuantArray) -> jax.Array:
+    """`multiply(w)`, [O, R] for some rows at a time, so that their wide form stays in the cache."""
+    outs = math.prod(w.shape[:-1])
+    block = max(1, _BLOCK // w.shape[-1] // 8 * 8)
+    count = outs // block
+    flat = w.map_rows(lambda array: array.reshape(outs, array.shape[-1]))
+    if count < 2:
+        out = multiply(flat)
+    else:
+        whole = flat.map_rows(lambda array: array[: count * block].reshape(count, block, array.shape[-1]))
+        out = jax.lax.map(multiply, whole)  # [count, block, R]
+        out = out.reshape(count * block, -1)
+        if count * block < outs:
+            out = jnp.concatenate([out, multiply(flat[count * block :])])
+    return out.reshape(*w.shape[:-1], out.shape[-1])
+
+
+def round_activations(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int8 [R, I] and f32 scales [R, 1]: x = codes * scale, a scale for every token."""
+    wide = x.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / BARE
+    return jnp.round(wide / jnp.where(scales > 0, scales, 1)).astype(jnp.int8), scales
+
+
+def _int8(x: jax.Array, w: QuantArray) -> jax.Array:
+    """f32 [R, O...]: integers times integers. Weights have a scale per row, and no more (`Scheme`'s w8a8)."""
+    codes, scales = round_activations(x)
+    out = jax.lax.platform_dependent(codes, w.planes[0], cpu=_int8_cpu, default=_int8_dot)  # int32 [R, O...]
+    per_token = scales.reshape(-1, *(1,) * (w.ndim - 1))
+    return out.astype(jnp.float32) * per_token * w.scales[..., 0].astype(jnp.float32)
+
+
+def _int8_dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, w, (((1,), (w.ndim - 1,)), ((), ())), preferred_element_type=jnp.int32)
+
+
+def _int8_cpu(x: jax.Array, w: jax.Array) -> jax.Array:
+    padded = jnp.pad(x, ((0, max(0, _LEAST_ROWS - len(x))), (0, 0)))
+    out = jax.lax.dot_general(w, padded, (((w.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+    return jnp.moveaxis(jax.lax.optimization_barrier(out), -1, 0)[: len(x)]
