@@ -18,7 +18,9 @@ from typing import Any
 import gguf
 import numpy as np
 
+from checkpoint.gguf_blocks import blocks
 from checkpoint.mapped import listed, looks_like, map_bytes, part_name, strerror
+from kernels import QuantArray
 from runtime import UserError
 
 MAGIC = b"GGUF"
@@ -121,6 +123,24 @@ class GGUFFile:
                 f"{self.path}: tensor {name!r} is stored as {info.type.name}, which can't be converted to float32: "
                 "use a file in another format, such as F16, Q8_0 or Q4_K_M"
             ) from error
+
+    def packed(self, name: str, box: tuple[int | slice, ...] = ()) -> QuantArray:
+        """The tensor, or a box of it (as of `dequantize`), as it is stored. Its type must be one of `checkpoint.gguf_blocks.BLOCKS`.
+
+        Raises:
+            UserError: no such tensor, or columns that part a block.
+        """
+        info, raw = self.tensor(name), self.raw(name)
+        if len(box) == len(info.shape):
+            block, block_bytes = gguf.GGML_QUANT_SIZES[info.type]
+            start, stop, _ = box[-1].indices(info.shape[-1])
+            if start % block or stop % block:
+                raise UserError(
+                    f"{self.path}: tensor {name!r} is stored as {info.type.name}, in blocks of {block} inputs, which a device can't have a "
+                    "part of: use a smaller mesh, or --weights=bf16"
+                )
+            box = (*box[:-1], slice(start // block * block_bytes, stop // block * block_bytes))
+        return blocks(raw[box], info.type)
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:

@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from checkpoint.gguf_blocks import packing
 from checkpoint.gguf_file import GGUFFile
-from checkpoint.source import Box
+from checkpoint.source import Box, Packing
 from checkpoint.tensors import NAMES, Names
+from kernels import QuantArray
 from runtime import UserError
 
+Read = Callable[..., Any]  # GGUFFile.dequantize, or its packed: name and box -> values, or a QuantArray
 ARCHITECTURES = {  # general.architecture -> model_type; llama files with experts are mixtral
     "deepseek2": "deepseek_v3",
     "gemma2": "gemma2",
@@ -83,7 +86,8 @@ class GGUFSource:
         self.model_type = _model_type(file)
         names = NAMES.get(self.model_type, Names())
         self.table = dataclasses.replace(names, norm_offset=0.0, neighbours=self.model_type in NEIGHBOURS, interleaved_experts=False)
-        self._places: dict[str, Callable[[Box], np.ndarray]] = {}
+        self._places: dict[str, Callable[[Read, Box], Any]] = {}
+        self._origins: dict[str, str] = {}  # where rows of one tensor make a logical one
         self._shapes: dict[str, tuple[int, ...]] = {}
         for name in file.tensors:
             if not _FROM_METADATA.fullmatch(name):
@@ -100,17 +104,21 @@ class GGUFSource:
         return self._shapes[name]
 
     def read(self, name: str, box: Box = ()) -> np.ndarray:
-        return self._places[name](box)
+        return self._places[name](self.file.dequantize, box)
+
+    def packing(self, name: str) -> Packing | None:
+        return packing(self.file.tensor(self._origins[name]).type) if name in self._origins else None
+
+    def packed(self, name: str, box: Box = ()) -> QuantArray:
+        return self._places[name](self.file.packed, box)
 
     def _add(self, name: str) -> None:
         info = self.file.tensor(name)
         if name in _WHOLE:
-            return self._put(_WHOLE[name], info.shape, name, lambda box: self.file.dequantize(name, box))
+            return self._put(_WHOLE[name], info.shape, name, lambda read, box: read(name, box))
         match = re.fullmatch(r"blk\.(\d+)\.(.+)\.(weight|bias)", name)
         if match is None:
-            return self._put(
-                name, info.shape, name, lambda box: self.file.dequantize(name, box)
-            )  # no table has a use for it: an error by this name
+            return self._put(name, info.shape, name, lambda read, box: read(name, box))  # no table has a use for it: an error by this name
         layer, part, kind = match.groups()
         prefix = f"model.layers.{layer}."
         if (exps := re.fullmatch(r"ffn_(gate|up|down|gate_up)_exps", part)) and len(info.shape) > 1:
@@ -120,9 +128,9 @@ class GGUFSource:
         if part == "ffn_gate_inp_shexp":
             shape = (1, info.shape[-1])
             return self._put(
-                f"{prefix}{self.table.shared}_gate.{kind}", shape, name, lambda box: self.file.dequantize(name).reshape(shape)[box]
+                f"{prefix}{self.table.shared}_gate.{kind}", shape, name, lambda read, box: read(name).reshape(shape)[box], rows=False
             )
-        return self._put(self._layer_name(prefix, part, kind), info.shape, name, lambda box: self.file.dequantize(name, box))
+        return self._put(self._layer_name(prefix, part, kind), info.shape, name, lambda read, box: read(name, box))
 
     def _layer_name(self, prefix: str, part: str, kind: str) -> str:
         if self.model_type.startswith("gemma") and part == "ffn_norm":
@@ -158,9 +166,9 @@ class GGUFSource:
                     functools.partial(self._of_expert, name, expert, number * F, F),
                 )
 
-    def _of_expert(self, name: str, expert: int, first: int, count: int, box: Box) -> np.ndarray:
+    def _of_expert(self, name: str, expert: int, first: int, count: int, read: Read, box: Box) -> Any:
         start, stop, _ = (box[0] if box else slice(None)).indices(count)
-        return self.file.dequantize(name, (expert, slice(first + start, first + stop), *box[1:]))
+        return read(name, (expert, slice(first + start, first + stop), *box[1:]))
 
     def _latent_up(self, whole: str, layer: str) -> None:
         """Newer files cut kv_b_proj into every head's key part, transposed, [N, C, P], and value part [N, V, C]."""
@@ -174,20 +182,23 @@ class GGUFSource:
             )
         (N, C, P), V = shapes[0], shapes[1][1]
 
-        def joined(box: Box) -> np.ndarray:
+        def joined(read: Read, box: Box) -> np.ndarray:
             start, stop, _ = (box[0] if box else slice(None)).indices(N * (P + V))
             first = start // (P + V)
             heads = (slice(first, -(-stop // (P + V))),)
-            keys, values = self.file.dequantize(key, heads).swapaxes(1, 2), self.file.dequantize(value, heads)
+            keys, values = read(key, heads).swapaxes(1, 2), read(value, heads)
             rows = np.concatenate([keys, values], axis=1).reshape(-1, C)
             return rows[(slice(start - first * (P + V), stop - first * (P + V)), *box[1:])]
 
-        self._put(whole, (N * (P + V), C), key, joined)
+        self._put(whole, (N * (P + V), C), key, joined, rows=False)
 
-    def _put(self, name: str, shape: tuple[int, ...], origin: str, read: Callable[[Box], np.ndarray]) -> None:
+    def _put(self, name: str, shape: tuple[int, ...], origin: str, place: Callable[[Read, Box], Any], rows: bool = True) -> None:
+        """A logical tensor, which `place` finds in the file; `rows`: it is rows of the tensor `origin`, and nothing else."""
         if name in self._places:
             raise UserError(f"{self.path}: tensor {origin!r} is {name}, which another one is as well: use another conversion of the model")
-        self._places[name], self._shapes[name] = read, shape
+        self._places[name], self._shapes[name] = place, shape
+        if rows:
+            self._origins[name] = origin
 
 
 def _model_type(file: GGUFFile) -> str:

@@ -16,12 +16,15 @@ import numpy as np
 from checkpoint import families, gguf_names, orbax_folder, tensors
 from checkpoint.download import Progress
 from checkpoint.gguf_file import open_gguf
+from checkpoint.placed import Storage, placed
 from checkpoint.safetensors_folder import open_folder
-from checkpoint.source import Box, Source
-from checkpoint.weight import Index, Place, Weight
-from model import Loop, ModelConfig, abstract_params, fit, loop_of
+from checkpoint.source import Box, Packing, Source
+from checkpoint.weight import Place, Weight
+from kernels import QuantArray
+from model import Loop, ModelConfig, abstract_params, fit, loop_of, packed_names
+from quantization import Scheme
 from runtime import UserError
-from sharding import Placement, axes
+from sharding import Placement, axes, is_names
 
 _SHOWN = 8  # tensors that an error lists in full
 
@@ -44,16 +47,21 @@ def load(
     progress: Progress | None = None,
     placement: Placement | None = None,
     layer_loop: str = "unrolled",
+    layers: Scheme | str | None = None,
+    head: Scheme | str | None = None,
 ) -> Checkpoint:
     """Reads a model's weights, one at a time: the host holds the result and what makes one weight more.
 
     Args:
       path: of a GGUF file, of a folder with `config.json` and safetensors files, or of one that `convert` wrote.
-      dtype: the storage format of matrices, float32 or bfloat16. Vectors (scales of norms, biases, sinks) stay float32.
+      dtype: the storage format of matrices that are not packed, float32 or bfloat16. Vectors (scales of norms, biases, sinks) stay float32.
       progress: shows on a terminal how many bytes are there.
       placement: splits the weights over a mesh. Each process reads what its own devices hold, and the config is what `model.fit` makes of
         the files'.
       layer_loop: as of `model.Transformer`: how the tree is built.
+      layers: what the layers' matrices become: packed by a scheme, "native" (as the files store them, where a `kernels.QuantArray` holds
+        just that), or None: not packed.
+      head: embedding and head, likewise.
 
     Raises:
       UserError: the model can't be split over that mesh, or the files are damaged, of a family that is not supported, or not the model
@@ -78,7 +86,8 @@ def load(
     chosen = _Chosen(source, config, further)
     config = config if placement is None else fit(config, placement)
     weights = list(tensors.weights(config, table, chosen))
-    params = _params(chosen, config, weights, jnp.dtype(dtype), progress, placement, loop_of(config, layer_loop))
+    storage = Storage(jnp.dtype(dtype), layers, head)
+    params = _params(chosen, config, weights, storage, progress, placement, loop_of(config, layer_loop))
     return Checkpoint(path, config, params, "folder" if path.is_dir() else "gguf", metadata, chosen.notices())
 
 
@@ -126,17 +135,23 @@ class _Chosen:
     def read(self, name: str, box: Box = ()) -> np.ndarray:
         return self.source.read(self._names[name], box)
 
+    def packing(self, name: str) -> Packing | None:
+        return self.source.packing(self._names[name])
+
+    def packed(self, name: str, box: Box = ()) -> QuantArray:
+        return self.source.packed(self._names[name], box)
+
 
 def _params(
     source: Source,
     config: ModelConfig,
     weights: list[Weight],
-    dtype: jnp.dtype,
+    storage: Storage,
     progress: Progress | None,
     placement: Placement | None,
     loop: Loop | None,
 ) -> Any:
-    promised = flax.traverse_util.flatten_dict(abstract_params(config, dtype), is_leaf=lambda _, value: hasattr(value, "names"))
+    promised = flax.traverse_util.flatten_dict(abstract_params(config, storage.dtype), is_leaf=lambda _, value: hasattr(value, "names"))
     _check(source, weights)
     total = sum(box.value.size * box.value.dtype.itemsize for box in promised.values())
     tree: dict[Place, jax.Array] = {}
@@ -146,10 +161,10 @@ def _params(
         box = promised[weight.place]
         if weight.shape != box.value.shape:
             raise ValueError(f"weight {'.'.join(weight.place)} was made with shape {weight.shape}, not {box.value.shape}")
-        value = _placed(source, weight, box, placement)
+        value = placed(source, weight, box, placement, storage.of(weight, box.names))
         place, turn = (weight.place, None) if loop is None else loop.place(weight.place)
         if turn is not None:
-            value = _in_stack(tree.get(place), value, turn, loop.times, placement and placement.sharding((axes.LAYERS, *box.names)))
+            value = _in_stack(tree.get(place), value, turn, loop.times, weight, box, placement)
         tree[place] = value
         made.add(weight.place)
         done += box.value.size * box.value.dtype.itemsize
@@ -160,37 +175,38 @@ def _params(
     return flax.traverse_util.unflatten_dict(tree)
 
 
-def _placed(source: Source, weight: Weight, box: Any, placement: Placement | None) -> jax.Array:
-    """A weight on its devices; of each part that several of this process hold, the tensors are read once."""
-    shape, dtype = box.value.shape, box.value.dtype
+def _in_stack(stack: Any, value: Any, turn: int, times: int, weight: Weight, box: Any, placement: Placement | None) -> Any:
+    """The stack of `times` weights (made now, if there is none) with one more in its place, on the devices.
 
-    def part(index: Index) -> np.ndarray:
-        return np.ascontiguousarray(weight.cut(source, index)).astype(dtype, copy=False)
-
-    if placement is None:
-        return jax.device_put(part(tuple((0, size) for size in shape)))
-    sharding = placement.sharding(box.names)
-    holders: dict[Index, list[jax.Device]] = {}
-    for device, slices in sharding.addressable_devices_indices_map(shape).items():
-        index = tuple(each.indices(size)[:2] for each, size in zip(slices, shape, strict=True))
-        holders.setdefault(index, []).append(device)
-    arrays = []
-    for index, devices in holders.items():
-        value = part(index)
-        arrays += [jax.device_put(value, device) for device in devices]
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-
-def _in_stack(stack: jax.Array | None, value: jax.Array, turn: int, times: int, sharding: Any) -> jax.Array:
-    """The stack of `times` weights (made now, if there is none) with one more in its place, on the devices."""
+    Raises:
+      UserError: it is packed in another way than those before it.
+    """
     if stack is None:
-        stack = jnp.zeros((times, *value.shape), value.dtype, device=sharding)
+        empty = jax.tree.map(lambda array: jax.ShapeDtypeStruct((times, *array.shape), array.dtype), value)
+        names = packed_names(empty, (axes.LAYERS, *box.names))
+
+        def zeros(own: Any, array: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros(array.shape, array.dtype, device=placement and placement.sharding(own))
+
+        stack = jax.tree.map(zeros, names, empty, is_leaf=is_names)
+    if not _alike(stack, value):
+        raise UserError(
+            f"{'.'.join(weight.place)} is packed in another way than in the layers before it, and can't be in one stack with them: use "
+            "--layer_loop=unrolled, or --weights=bf16"
+        )
     return _set_turn(stack, value, turn)
 
 
+def _alike(stack: Any, value: Any) -> bool:
+    if jax.tree.structure(stack) != jax.tree.structure(value):
+        return False
+    pairs = zip(jax.tree.leaves(stack), jax.tree.leaves(value), strict=True)
+    return all(all_.shape[1:] == one.shape and all_.dtype == one.dtype for all_, one in pairs)
+
+
 @functools.partial(jax.jit, donate_argnums=0)
-def _set_turn(stack: jax.Array, value: jax.Array, turn: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, value, turn, 0)
+def _set_turn(stack: Any, value: Any, turn: jax.Array) -> Any:
+    return jax.tree.map(lambda stack, value: jax.lax.dynamic_update_index_in_dim(stack, value, turn, 0), stack, value)
 
 
 def _check(source: Source, weights: list[Weight]) -> None:

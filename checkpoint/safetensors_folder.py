@@ -21,7 +21,8 @@ import numpy as np
 from checkpoint import quant_methods
 from checkpoint.mapped import listed, looks_like, map_bytes, part_name, strerror
 from checkpoint.pieces import Refused, Stored, Weight
-from checkpoint.source import Box
+from checkpoint.source import Box, Packing
+from kernels import QuantArray
 from runtime import UserError
 
 DTYPES = {
@@ -94,6 +95,14 @@ class SafetensorsFolder:
         start, stop, _ = box[0].indices(shape[0]) if box else (0, shape[0] if shape else 0, 1)
         rows = self.read_rows(name, start, stop)
         return rows[(slice(None), *box[1:])] if len(box) > 1 else rows
+
+    def packing(self, name: str) -> Packing | None:
+        """As of `checkpoint.source.Source`."""
+        return None
+
+    def packed(self, name: str, box: Box = ()) -> QuantArray:
+        """As of `checkpoint.source.Source`."""
+        raise ValueError(f"{name} is not packed")
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """`read(name)[start:stop]`; other rows are neither read nor dequantized.

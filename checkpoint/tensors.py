@@ -4,13 +4,12 @@ One set of names per family, Hugging Face's; a GGUF file is read under the same 
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 import numpy as np
 
 from checkpoint.source import Box, Source
-from checkpoint.weight import Index, Parts, Place, Weight, copied, one, padded, stacked, whole_rows
+from checkpoint.weight import Index, Parts, Place, Weight, copied, one, padded, side_by_side, stacked, whole_rows
 from model import AttentionConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
 
 
@@ -89,38 +88,35 @@ def _grouped(place: Place, prefix: str, c: AttentionConfig, D: int, names: Names
 
     def joined(kind: str, name: str, *rest: int) -> Weight:
         """[K, G + 2, H, ...] of the rows of q, k and v, which are tensors of their own or follow one another in one."""
-
-        def heads(part: str, count: int, each: int) -> Weight:
-            change = functools.partial(_half_split, rotated=each)
-            return one(place, f"{prefix}{part}_proj.{kind}", (count * H, *rest), (count, H, *rest), change)
-
-        q, k, v = heads("q", N, rotated), heads("k", held, rotated), heads("v", held, 0)
         fused = f"{prefix}qkv_proj.{kind}"
 
-        def of_heads(index: Index) -> list[tuple[Weight, Index]]:
-            (start, stop), *others = index[0], *index[3:]
-            own = start // c.kv_copies, -(-stop // c.kv_copies)
-            return [(q, ((start * G, stop * G), (0, H), *others)), *((each, (own, (0, H), *others)) for each in (k, v))]
+        def heads(part: str, first: int, rotated: int) -> Weight:
+            """[K, G, H, ...] of the queries, [K, 1, H, ...] of keys or values; `first`: their first head in a fused tensor."""
+            count, each = (N, G) if part == "q" else (held, 1)
+            tensor, whole = (fused, (N + 2 * held) * H) if fused in known else (f"{prefix}{part}_proj.{kind}", count * H)
+            before = first * H if fused in known else 0  # rows
 
-        def reads(index: Index) -> list[tuple[str, Box]]:
-            boxes = [read for each, own in of_heads(index) for read in each.reads(own)]
-            if fused not in known:
-                return boxes
-            first = (0, N * H, (N + held) * H)
-            return [(fused, (slice(box[0].start + at, box[0].stop + at), *box[1:])) for (_, box), at in zip(boxes, first, strict=True)]
+            def own(index: Index) -> tuple[int, int]:
+                start, stop = index[0]
+                return (start * G, stop * G) if part == "q" else (start // c.kv_copies, -(-stop // c.kv_copies))
 
-        def make(parts: Parts, index: Index) -> np.ndarray:
-            start, stop = index[0]
-            copies = np.arange(start, stop) // c.kv_copies - start // c.kv_copies
-            rows_q, rows_k, rows_v = (each.make([parts[i]], own) for i, (each, own) in enumerate(of_heads(index)))
-            grouped = rows_q.reshape(stop - start, G, *rows_q.shape[1:])
-            return np.concatenate([grouped, rows_k[copies][:, None], rows_v[copies][:, None]], axis=1)
+            def reads(index: Index) -> list[tuple[str, Box]]:
+                start, stop = own(index)
+                return [(tensor, (slice(before + start * H, before + stop * H), *(slice(*part) for part in index[3:])))]
 
-        tensors = ((fused, ((N + 2 * held) * H, *rest)),) if fused in known else tuple(part for each in (q, k, v) for part in each.parts)
-        return Weight((*place, name), (K, G + 2, H, *rest), tensors, reads, make, frozenset({0, 3}) if rest else frozenset({0}))
+            def make(parts: Parts, index: Index) -> np.ndarray:
+                rows = parts[0]
+                rows = _half_split(rows.reshape(-1, H, *rows.shape[1:]), rotated)
+                if part != "q" and c.kv_copies > 1:
+                    rows = rows[np.arange(*index[0]) // c.kv_copies - own(index)[0]]
+                return rows.reshape(-1, each, *rows.shape[1:])
+
+            return Weight((*place, name), (K, each, H, *rest), ((tensor, (whole, *rest)),), reads, make, frozenset({0, 3} if rest else {0}))
+
+        return side_by_side(1, [heads("q", 0, rotated), heads("k", N, rotated), heads("v", N + held, 0)])
 
     yield joined("weight", "wqkv", D)
-    yield one((*place, "wo"), f"{prefix}o_proj.weight", (D, N * H), (D, K, G, H))
+    yield one((*place, "wo"), f"{prefix}o_proj.weight", (D, N * H), (D, K, G, H), inputs=3)
     if c.qkv_bias:
         yield joined("bias", "bqkv")
     if c.out_bias:
@@ -165,7 +161,7 @@ def _latent(place: Place, prefix: str, c: MLAConfig, D: int, names: Names, known
     yield _norm((*place, "kv_norm", "scale"), f"{prefix}kv_a_layernorm.weight", C, names)
     yield part_of_up("w_uk", 0, P)
     yield part_of_up("w_uv", P, V)
-    yield one((*place, "wo"), f"{prefix}o_proj.weight", (D, N * V), (D, N, V))
+    yield one((*place, "wo"), f"{prefix}o_proj.weight", (D, N * V), (D, N, V), inputs=2)
     if c.bias:
         if c.q_rank is not None:
             yield one((*place, "bq_a"), f"{prefix}q_a_proj.bias", (c.q_rank,))
@@ -187,20 +183,19 @@ def _gated(place: Place, prefix: str, c: MLPConfig, D: int, known: set[str]) -> 
     def pair(kind: str, name: str, *rest: int) -> Weight:
         """[2, F, ...] of the rows of gate and up, which are tensors of their own or follow one another in one."""
         fused = f"{prefix}.gate_up_proj.{kind}"
-        if fused in known:
-            tensors = ((fused, (2 * F, *rest)),)
-        else:
-            tensors = tuple((f"{prefix}.{part}_proj.{kind}", (F, *rest)) for part in ("gate", "up"))
 
-        def reads(index: Index) -> list[tuple[str, Box]]:
-            (start, stop), *others = index[1:]
-            first = (0, F) if fused in known else (0, 0)
-            named = (tensors[0][0], tensors[-1][0])
-            return [
-                (name, (slice(at + start, at + stop), *(slice(*each) for each in others))) for name, at in zip(named, first, strict=True)
-            ]
+        def half(part: str, first: int) -> Weight:
+            """[1, F, ...]"""
+            tensor, whole, before = (fused, 2 * F, first) if fused in known else (f"{prefix}.{part}_proj.{kind}", F, 0)
 
-        return Weight((*place, name), (2, F, *rest), tensors, reads, lambda parts, _: stacked(parts), frozenset(range(1, 2 + len(rest))))
+            def reads(index: Index) -> list[tuple[str, Box]]:
+                (start, stop), *others = index[1:]
+                return [(tensor, (slice(before + start, before + stop), *(slice(*each) for each in others)))]
+
+            axes = frozenset(range(1, 2 + len(rest)))
+            return Weight((*place, name), (1, F, *rest), ((tensor, (whole, *rest)),), reads, lambda parts, _: parts[0][None], axes)
+
+        return side_by_side(0, [half("gate", 0), half("up", F)])
 
     yield pair("weight", "w_gate_up", D)
     yield one((*place, "w_down"), f"{prefix}.down_proj.weight", (D, F))
@@ -243,28 +238,30 @@ def _mixture(place: Place, prefix: str, c: MoEConfig, D: int, names: Names) -> I
         yield one((*place, "b_down"), f"{all_experts}down_proj_bias", (E, D))
     else:
 
-        def each(name: str, wanted: tuple[str, ...], kind: str, *shape: int) -> Weight:
-            """[E, ...], or [E, n, ...] for n tensors per expert."""
-            lead = (E,) if len(wanted) == 1 else (E, len(wanted))
+        def each(name: str, part: str, kind: str, shape: tuple[int, ...], lead: tuple[int, ...] = (E,)) -> Weight:
+            """[*lead, ...] of a tensor per expert; lead is E, and perhaps a 1."""
 
             def reads(index: Index) -> list[tuple[str, Box]]:
-                box = tuple(slice(*part) for part in index[len(lead) :])
-                return [(f"{prefix}{part.format(e)}.{kind}", box) for e in range(*index[0]) for part in wanted]
+                box = tuple(slice(*bounds) for bounds in index[len(lead) :])
+                return [(f"{prefix}{part.format(e)}.{kind}", box) for e in range(*index[0])]
 
             def make(parts: Parts, index: Index) -> np.ndarray:
                 rows = stacked(parts)
                 return rows.reshape(-1, *lead[1:], *rows.shape[1:])
 
-            tensors = tuple((f"{prefix}{part.format(e)}.{kind}", shape) for e in range(E) for part in wanted)
+            tensors = tuple((f"{prefix}{part.format(e)}.{kind}", shape) for e in range(E))
             axes = frozenset({0, *range(len(lead), len(lead) + len(shape))})
             return Weight((*place, name), (*lead, *shape), tensors, reads, make, axes)
 
-        pair, down = (names.expert_gate, names.expert_up), (names.expert_down,)
-        yield each("w_gate_up", pair, "weight", F, D)
-        yield each("w_down", down, "weight", D, F)
+        def pair(name: str, kind: str, *shape: int) -> Weight:
+            """[E, 2, ...]"""
+            return side_by_side(1, [each(name, part, kind, shape, (E, 1)) for part in (names.expert_gate, names.expert_up)])
+
+        yield pair("w_gate_up", "weight", F, D)
+        yield each("w_down", names.expert_down, "weight", (D, F))
         if c.expert.bias:
-            yield each("b_gate_up", pair, "bias", F)
-            yield each("b_down", down, "bias", D)
+            yield pair("b_gate_up", "bias", F)
+            yield each("b_down", names.expert_down, "bias", (D,))
     if c.shared is not None:
         yield from _gated((*place, "shared"), f"{prefix}{names.shared}", c.shared, D, set())
     if c.shared_gate:

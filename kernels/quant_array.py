@@ -2,9 +2,9 @@
 
     w = (code - zero) * scale + offset
 
-holds for each weight of a row's group of neighbours along I, the axis that products sum over. Every known format is this formula with some
-of its terms: per channel (one group), GPTQ and AWQ (integer zeros), GGUF's Q4_0 (a fixed zero) and Q4_1 (offsets), its Q4_K and Q6_K (scales
-that are small integers times a scale of their own), fp8 and MXFP4 (codes that are floats).
+holds for each weight of a row's group of neighbours along I, the axis that products sum over. Every known format is this formula with
+some of its terms: per channel (one group), GPTQ and AWQ (integer zeros), GGUF's Q4_0 (a fixed zero) and Q4_1 (offsets), its Q4_K and
+Q6_K (scales that are small integers times a scale of their own), fp8 and MXFP4 (codes that are floats).
 """
 
 import dataclasses
@@ -219,8 +219,8 @@ def widen_codes(planes: tuple[jax.Array, ...], code: str) -> jax.Array:
 
 
 def widen_float8(x: jax.Array) -> jax.Array:
-    """f32 of e4m3, or of its bits as uint8: placed as f16's, whose exponent is biased by 8 more. The CPU backend's own conversion takes many
-    steps."""
+    """f32 of e4m3, or of its bits as uint8: placed as f16's, whose exponent is biased by 8 more. The CPU backend's own conversion takes
+    many steps."""
     bits = x if x.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(x, jnp.uint8)
     wide = bits.astype(jnp.uint16)
     half = jax.lax.bitcast_convert_type((wide & 0x80) << 8 | (wide & 0x7F) << 7, jnp.float16)

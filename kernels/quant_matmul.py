@@ -5,6 +5,7 @@ through blocks of rows, small enough to stay in its cache.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -67,20 +68,21 @@ def _widened_cpu(x: jax.Array, w: QuantArray) -> jax.Array:
     return jnp.moveaxis(out, -1, 0)
 
 
-def _in_blocks(multiply, w: QuantArray) -> jax.Array:
-    """`multiply(w)`, [O, R] for some rows at a time, so that their wide form stays in the cache."""
+def _in_blocks(multiply: Callable[[QuantArray], jax.Array], w: QuantArray) -> jax.Array:
+    """`multiply(w)`, [O..., R], for some rows at a time, so that their wide form stays in the cache.
+
+    At least two blocks: outside of a loop nothing would keep XLA from widening the weights of all layers ahead of the first product.
+    """
     outs = math.prod(w.shape[:-1])
-    block = max(1, _BLOCK // w.shape[-1] // 8 * 8)
-    count = outs // block
     flat = w.map_rows(lambda array: array.reshape(outs, array.shape[-1]))
-    if count < 2:
-        out = multiply(flat)
-    else:
-        whole = flat.map_rows(lambda array: array[: count * block].reshape(count, block, array.shape[-1]))
-        out = jax.lax.map(multiply, whole)  # [count, block, R]
-        out = out.reshape(count * block, -1)
-        if count * block < outs:
-            out = jnp.concatenate([out, multiply(flat[count * block :])])
+    least = max(2, -(-outs * w.shape[-1] // _BLOCK))
+    count = next((count for count in range(least, 2 * least + 1) if outs % count == 0), least)
+    block = outs // count
+    whole = flat.map_rows(lambda array: array[: count * block].reshape(count, block, array.shape[-1]))
+    out = jax.lax.map(multiply, whole)  # [count, block, R]
+    out = out.reshape(count * block, out.shape[-1])
+    if count * block < outs:
+        out = jnp.concatenate([out, multiply(flat[count * block :])])
     return out.reshape(*w.shape[:-1], out.shape[-1])
 
 

@@ -7,6 +7,7 @@ from model.rope import FactorScaling, LinearScaling, Llama3Scaling, Rope, YarnSc
 from model.router import RouterConfig
 from model.steps import decode_step, prefill
 from model.transformer import Transformer, abstract_params, init_params, stacked
+from model.weights import keeps_packed, packed_names, tree_names
 
 __all__ = [
     "LAYER_LOOPS",
@@ -31,7 +32,10 @@ __all__ = [
     "find_loop",
     "fit",
     "init_params",
+    "keeps_packed",
     "loop_of",
+    "packed_names",
     "prefill",
     "stacked",
+    "tree_names",
 ]

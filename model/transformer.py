@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import kv
-from kernels import matmul
+from kernels import matmul, take_rows
 from model.config import ModelConfig
 from model.layers import Block
 from model.loop import STACK, Loop, loop_of
@@ -43,7 +43,7 @@ class Transformer(nn.Module):
         embedding = weight(self, "embedding", (c.vocab_size, c.width), (axes.VOCAB, axes.EMBED), scaled_normal(0))
         # Tied to the tokens by a barrier, lest a decode loop on CPU widens the whole bf16 table ahead of its first step.
         entries, tokens = jax.lax.optimization_barrier((embedding, tokens))
-        x = jnp.take(entries, tokens, axis=0, mode="clip").astype(self.dtype)  # [B, T, D]
+        x = take_rows(entries, tokens, self.dtype)  # [B, T, D]
         x = x * jnp.asarray(c.embedding_scale, x.dtype) if c.embedding_scale != 1 else x
         x = x if placement is None else placement.constrain(x, *step.axes(T, placement))
         positions, context = step.positions(T), cache.capacity or T

@@ -1,5 +1,6 @@
 """How modules read weights, and the one abstract description that everything else about weights derives from."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from kernels import JoinedArray, QuantArray
 from sharding import axes
 
 Initializer = Callable[[jax.Array, Sequence[int], Any], jax.Array]
@@ -41,3 +43,43 @@ def weight(module: nn.Module, name: str, shape: Sequence[int], names: Sequence[s
 def is_matrix(names: Sequence[str]) -> bool:
     """Whether a weight with these logical axes multiplies activations, as opposed to scaling them or being added."""
     return len(names) > 1 and bool({axes.EMBED, axes.LATENT} & set(names))
+
+
+PLAIN = frozenset(  # matrices that are never packed
+    {
+        "w_router",  # choices hang on small differences
+        "index_weights",
+        "w_shared_gate",
+        "w_uk",  # summed over one axis in one form of attention, and over another in the other
+        "w_uv",
+    }
+)
+
+
+def keeps_packed(place: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether the weight at a place of the tree may be a `kernels.QuantArray`."""
+    return is_matrix(names) and place[-1] not in PLAIN
+
+
+def packed_names(w: Any, names: Sequence[str]) -> Any:
+    """The logical axes of a weight's arrays, in a tree like it.
+
+    Args:
+      w: an array, `kernels.QuantArray` or `JoinedArray`, of arrays or `jax.ShapeDtypeStruct`s.
+      names: the weight's own. Its inputs are one axis of packed arrays, which is split as their first one; what all inputs share is whole.
+    """
+    if isinstance(w, JoinedArray):
+        return dataclasses.replace(w, parts=tuple(packed_names(part, names) for part in w.parts))
+    if not isinstance(w, QuantArray):
+        return tuple(names)
+    rows, inputs = tuple(names[: w.ndim - 1]), names[w.ndim - 1]
+    stack = tuple(name for name in rows if name == axes.LAYERS)
+    named = w.map_rows(lambda array: (*rows, inputs if array.shape[-1] > 1 else None))
+    return named.replace(
+        order=None if w.order is None else (*stack, None), input_scales=None if w.input_scales is None else (*stack, inputs)
+    )
+
+
+def tree_names(params: Any, boxes: Any) -> Any:
+    """The logical axes of all arrays of a parameter tree, in a tree like it; `boxes` as of `abstract_params`."""
+    return jax.tree.map(lambda box, w: packed_names(w, box.names), boxes, params, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))

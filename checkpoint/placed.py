@@ -1,0 +1,131 @@
+"""A weight on its devices: as an array, or packed: as its file stores it or rounded here."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoint.source import Source
+from checkpoint.weight import Index, Weight
+from kernels import JoinedArray, QuantArray
+from model import keeps_packed, packed_names
+from quantization import Scheme, quantize
+from runtime import UserError
+from sharding import Placement, is_names
+
+NATIVE = "native"
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """In which formats matrices are kept.
+
+    Attributes:
+      dtype: of those that are not packed.
+      layers: of the layers' matrices: a `Scheme`; "native", as the file stores them where a `QuantArray` holds just that; None: not packed.
+      head: of embedding and head, likewise.
+    """
+
+    dtype: jnp.dtype
+    layers: Scheme | str | None = None
+    head: Scheme | str | None = None
+
+    def of(self, weight: Weight, names: tuple[str, ...]) -> Scheme | str | None:
+        if not keeps_packed(weight.place, names):
+            return None
+        return self.head if weight.place in (("embedding",), ("head",)) else self.layers
+
+
+def placed(source: Source, weight: Weight, box: Any, placement: Placement | None, how: Scheme | str | None) -> Any:
+    """A weight on its devices; of each part that several of this process hold, the tensors are read once.
+
+    Args:
+      box: what the tree promises: its `value` has shape and dtype, its `names` are the logical axes.
+      how: as of `Storage`.
+
+    Raises:
+      UserError: packed weights can't be split as the mesh asks.
+    """
+    shape, names = weight.shape, tuple(box.names)
+    if how == NATIVE:
+        if (packing := weight.packing(source)) is not None:
+            return _assemble(shape, names, placement, lambda index: weight.cut_packed(source, index), packing.group)
+        if weight.side_by_side is not None:
+            axis, parts = weight.side_by_side
+            if any(part.packing(source) is not None for part in parts):
+                return JoinedArray(tuple(placed(source, part, box, placement, how) for part in parts), axis)
+        how = None
+    if how is None:
+
+        def plain(index: Index) -> np.ndarray:
+            return np.ascontiguousarray(weight.cut(source, index)).astype(box.value.dtype, copy=False)
+
+        return _assemble(shape, names, placement, plain, None)
+    return _rounded(source, weight, names, placement, how)
+
+
+def _rounded(source: Source, weight: Weight, names: tuple[str, ...], placement: Placement | None, scheme: Scheme) -> QuantArray:
+    rows, place = len(weight.shape) - weight.inputs, ".".join(weight.place)
+    width = int(np.prod(weight.shape[rows:]))
+    scheme.check(width, place)
+    shards = 1 if placement is None else weight.shape[rows] // placement.sharding(names).shard_shape(weight.shape)[rows]
+    if scheme.group is not None and (width // shards) % scheme.group:
+        raise UserError(
+            f"a group of {scheme.group} does not divide the {width // shards} inputs of {place} that each of {shards} devices has: use "
+            "--weights=int8, or a smaller mesh"
+        )
+
+    def part(index: Index) -> QuantArray:
+        """Whole rows are rounded, since they share scales, and then cut."""
+        whole = (*index[:rows], *((0, size) for size in weight.shape[rows:]))
+        values = weight.cut(source, whole)
+        rounded = quantize(jnp.asarray(values.reshape(*values.shape[:rows], width)), scheme)
+        (start, stop), size = index[rows], weight.shape[rows]
+        if (start, stop) == (0, size):
+            return rounded
+
+        def cut(array: jax.Array) -> jax.Array:
+            count = array.shape[-1]
+            return array if count == 1 else array[..., start * count // size : stop * count // size]
+
+        return jax.tree.map(cut, rounded)
+
+    return _assemble(weight.shape, names, placement, part, scheme.group)
+
+
+def _assemble(
+    shape: tuple[int, ...], names: tuple[str, ...], placement: Placement | None, part: Callable[[Index], Any], group: int | None
+) -> Any:
+    """The parts of a weight, as arrays over their devices; `group` as of `Packing`."""
+    if placement is None:
+        return jax.device_put(part(tuple((0, size) for size in shape)))
+    sharding = placement.sharding(names)
+    holders: dict[Index, list[jax.Device]] = {}
+    for device, slices in sharding.addressable_devices_indices_map(shape).items():
+        index = tuple(each.indices(size)[:2] for each, size in zip(slices, shape, strict=True))
+        holders.setdefault(index, []).append(device)
+    found: list[Any] = []
+    for index, devices in holders.items():
+        value = part(index)
+        found += [jax.device_put(value, device) for device in devices]
+    if not isinstance(found[0], QuantArray):
+        return jax.make_array_from_single_device_arrays(shape, sharding, found)
+    first, rows = found[0], found[0].ndim - 1
+    shards = shape[rows] // sharding.shard_shape(shape)[rows]
+    if shards > 1 and first.order is not None:
+        raise UserError("weights whose inputs are in another order (GPTQ's act-order) can't be split by their inputs: use --weights=bf16")
+
+    def whole(array: jax.Array, split: bool = group is not None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*shape[:rows], array.shape[-1] * (shards if split else 1)), array.dtype)
+
+    abstract = first.map_rows(whole).replace(planes=tuple(whole(plane, True) for plane in first.planes))
+    own_names = packed_names(abstract, names)
+
+    def joined(each: tuple[str | None, ...], abstract: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(abstract.shape, placement.sharding(each), list(arrays))
+
+    out = jax.tree.map(joined, own_names, abstract, *found, is_leaf=is_names)
+    return out.replace(spread=placement.mesh.size > 1)
