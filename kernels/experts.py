@@ -10,12 +10,14 @@ The T*k choices are sorted by expert, so that each expert's rows stand together:
 An accelerator takes two grouped products over the sorted rows; the CPU loops over the experts that were chosen at all.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from kernels.operands import cpu_operands
+from kernels.quant_array import JoinedArray, QuantArray, Weight, is_packed, widen
 
 _BLOCK = 2**20  # weights of one matrix: what the CPU copies at once, 4 MiB in f32
 _MIN_UNITS = 128
@@ -25,8 +27,8 @@ def experts(
     x: jax.Array,
     indices: jax.Array,
     weights: jax.Array,
-    w_in: jax.Array,
-    w_out: jax.Array,
+    w_in: Weight,
+    w_out: Weight,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     b_in: jax.Array | None = None,
     b_out: jax.Array | None = None,
@@ -39,8 +41,8 @@ def experts(
       x: tokens [T, D], any float dtype.
       indices: int32 [T, k], the expert of each choice. One outside 0..E-1 (-1 by custom) is no expert: it adds 0 and costs nothing.
       weights: f32 [T, k].
-      w_in: gate and up projections [E, 2, F, D]; w_out: down projections [E, D, F]. They may be stored in another float dtype than x,
-        and are rounded to x's.
+      w_in: gate and up projections [E, 2, F, D]; w_out: down projections [E, D, F]. They may be packed, or stored in another float
+        dtype than x, and are rounded to x's.
       activation: gate f32 [..., F], up f32 [..., F] -> [..., F], element by element (it may be given a part of F); static.
       b_in: [E, 2, F]; b_out: [E, D]; added in f32.
 
@@ -57,10 +59,11 @@ def experts(
 def experts_reference(x, indices, weights, w_in, w_out, activation, b_in=None, b_out=None):
     """`experts` as every expert on every token, which is E/k times the work."""
     E = len(w_in)
-    gate_up = jnp.einsum("td,egfd->tegf", x, w_in.astype(x.dtype), preferred_element_type=jnp.float32)
+    w_in, w_out = widen(w_in, x.dtype), widen(w_out, x.dtype)
+    gate_up = jnp.einsum("td,egfd->tegf", x, w_in, preferred_element_type=jnp.float32)
     gate_up = gate_up if b_in is None else gate_up + b_in
     hidden = activation(gate_up[:, :, 0], gate_up[:, :, 1]).astype(x.dtype)  # [T, E, F]
-    out = jnp.einsum("tef,edf->ted", hidden, w_out.astype(x.dtype), preferred_element_type=jnp.float32)
+    out = jnp.einsum("tef,edf->ted", hidden, w_out, preferred_element_type=jnp.float32)
     out = out if b_out is None else out + b_out
     shares = jnp.where(indices[..., None] == jnp.arange(E), weights[..., None], 0).sum(1)  # [T, E]
     return jnp.einsum("te,ted->td", shares, out).astype(x.dtype)
@@ -81,8 +84,8 @@ def grouped_experts(x, indices, weights, w_in, w_out, activation, b_in=None, b_o
 
 def _grouped_dot(x, w, sizes):
     """x [M, I] times w [E, O..., I], the first sizes[0] rows with w[0] and so on: f32 [M, O...]. Rows past the last group hold anything."""
-    w3 = w.reshape(len(w), -1, w.shape[-1])
-    return jax.lax.platform_dependent(x, w3.astype(x.dtype), sizes, tpu=_grouped_dot_tpu, default=_grouped_dot_xla).reshape(
+    w3 = widen(w, x.dtype).reshape(len(w), -1, w.shape[-1])
+    return jax.lax.platform_dependent(x, w3, sizes, tpu=_grouped_dot_tpu, default=_grouped_dot_xla).reshape(
         len(x), *w.shape[1:-1]
     )
 
@@ -116,7 +119,7 @@ def tiled_experts(x, indices, weights, w_in, w_out, activation, b_in=None, b_out
     expert, order, starts = _by_expert(indices, E)
     counts = jnp.diff(starts)
     (hit,) = jnp.nonzero(counts, size=min(E, T * k), fill_value=0)
-    tiles, block = _tiles(T, k, E), _block(F, D)
+    tiles, block = _tiles(T, k, E), F if is_packed(w_in) or is_packed(w_out) else _block(F, D)
     blocks, slack = F // block, tiles[-1] - 1  # the last tile may reach past the last row
 
     def operand(array):  # rounded to x's dtype; with few rows f32 products of bf16 values are faster than bf16 ones
@@ -153,10 +156,18 @@ def tiled_experts(x, indices, weights, w_in, w_out, activation, b_in=None, b_out
 
 
 def _slice(w, start, shape):
-    """A dynamic slice of weights. The CPU backend widens bf16 before it slices; the barrier keeps that inside the loop, where it becomes
+    """A dynamic slice of weights; of packed ones always an expert's whole matrices, widened. The CPU backend widens bf16 before it slices; the barrier keeps that inside the loop, where it becomes
     one pass over the slice, instead of one over all E experts ahead of the loop."""
     w, start = jax.lax.optimization_barrier((w, start))
-    return jax.lax.dynamic_slice(w, start, shape)
+    if isinstance(w, JoinedArray):
+        return JoinedArray(tuple(_expert(part, start[0]) for part in w.parts), w.axis).widen()
+    return _expert(w, start[0]).widen() if isinstance(w, QuantArray) else jax.lax.dynamic_slice(w, start, shape)
+
+
+def _expert(w, e):
+    """w [E, ...] -> [1, ...]."""
+    one = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=e, slice_size=1)
+    return w.map_rows(one) if isinstance(w, QuantArray) else one(w)
 
 
 def _dot(w, x):
