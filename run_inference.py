@@ -86,10 +86,18 @@ REFERENCE_MODEL = flags.DEFINE_string("reference_model", None, "The folder that 
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Prompts of --prompt_file that decode together.")
 CAPACITY = flags.DEFINE_integer("capacity", None, "Cache slots per row. Default: what prompt and answer may need; a chat has the context.")
 STEPS = flags.DEFINE_integer("steps_per_dispatch", 8, "Tokens per dispatch of the decode loop; text arrives that many tokens at a time.")
-WEIGHTS = flags.DEFINE_enum("weights", "auto", ["auto", "f32", "bf16"], "Storage of weights; auto is f32 on CPU, bf16 elsewhere.")
-COMPUTE = flags.DEFINE_enum("compute", "auto", ["auto", "f32", "bf16"], "Number format of activations; auto as for --weights.")
+FORMATS = ["auto", "native", "f32", "bf16", "int8", "w8a8", "int4", "fp8"]
+WEIGHTS = flags.DEFINE_enum(
+    "weights",
+    "auto",
+    FORMATS,
+    "Storage of weights; auto is f32 on CPU, bf16 elsewhere, native as the file packs them. The others round them; w8a8 activations too.",
+)
+HEAD_WEIGHTS = flags.DEFINE_enum("head_weights", "auto", FORMATS, "Storage of embedding and head; auto as --weights, but int8 with int4.")
+WEIGHTS_GROUP = flags.DEFINE_integer("weights_group", None, "With --weights=int4: inputs that share a scale: 32, 64 or 128; default 64.")
+COMPUTE = flags.DEFINE_enum("compute", "auto", ["auto", "f32", "bf16"], "Number format of activations; auto is f32 on CPU, bf16 elsewhere.")
 KV = flags.DEFINE_enum(
-    "kv", "auto", ["auto", "f32", "bf16", "int8", "int4", "fp8"], "Number format of the KV cache; auto as for --weights."
+    "kv", "auto", ["auto", "f32", "bf16", "int8", "int4", "fp8"], "Number format of the KV cache; auto as for --compute."
 )
 KV_GROUP = flags.DEFINE_integer("kv_group", None, "Channels of a head that share a scale in a quantized KV cache; default 32.")
 CACHE = flags.DEFINE_enum(
@@ -136,7 +144,7 @@ HELP = {
     "sampling": (*OPTIONS[:8], LOGIT_BIAS, *OPTIONS[8:]),
     "output": (JSON, OUT, STATS),
     "comparison": (REFERENCE, REFERENCE_MODEL),
-    "machine": (BATCH_SIZE, CAPACITY, STEPS, WEIGHTS, COMPUTE, *CACHE_FLAGS),
+    "machine": (BATCH_SIZE, CAPACITY, STEPS, WEIGHTS, HEAD_WEIGHTS, WEIGHTS_GROUP, COMPUTE, *CACHE_FLAGS),
     "mesh": (MESH, LAYER_LOOP, EXPLAIN, *PROCESS_FLAGS),
 }
 
@@ -389,6 +397,8 @@ def formats() -> dict[str, Any]:
     """What `load` takes besides the model's name."""
     return {
         "weights": WEIGHTS.value,
+        "head_weights": HEAD_WEIGHTS.value,
+        "weights_group": WEIGHTS_GROUP.value,
         "compute": COMPUTE.value,
         "kv_dtype": KV.value,
         "cache": CACHE.value,

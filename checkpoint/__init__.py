@@ -4,6 +4,7 @@ from checkpoint.download import Progress
 from checkpoint.fingerprint import fingerprint
 from checkpoint.gguf_file import GGUFFile, open_gguf
 from checkpoint.load import Checkpoint, load
+from checkpoint.placed import How
 from checkpoint.registry import Preset, presets, resolve
 from checkpoint.safetensors_folder import SafetensorsFolder, open_folder
 from checkpoint.source import Source
@@ -11,6 +12,7 @@ from checkpoint.source import Source
 __all__ = [
     "Checkpoint",
     "GGUFFile",
+    "How",
     "Preset",
     "Progress",
     "SafetensorsFolder",

@@ -16,13 +16,12 @@ import numpy as np
 from checkpoint import families, gguf_names, orbax_folder, tensors
 from checkpoint.download import Progress
 from checkpoint.gguf_file import open_gguf
-from checkpoint.placed import Storage, placed
+from checkpoint.placed import AUTO, How, Storage, placed
 from checkpoint.safetensors_folder import open_folder
 from checkpoint.source import Box, Packing, Source
 from checkpoint.weight import Place, Weight
 from kernels import QuantArray
 from model import Loop, ModelConfig, abstract_params, fit, loop_of, packed_names
-from quantization import Scheme
 from runtime import UserError
 from sharding import Placement, axes, is_names
 
@@ -47,8 +46,8 @@ def load(
     progress: Progress | None = None,
     placement: Placement | None = None,
     layer_loop: str = "unrolled",
-    layers: Scheme | str | None = None,
-    head: Scheme | str | None = None,
+    layers: How = AUTO,
+    head: How = AUTO,
 ) -> Checkpoint:
     """Reads a model's weights, one at a time: the host holds the result and what makes one weight more.
 
@@ -59,17 +58,17 @@ def load(
       placement: splits the weights over a mesh. Each process reads what its own devices hold, and the config is what `model.fit` makes of
         the files'.
       layer_loop: as of `model.Transformer`: how the tree is built.
-      layers: what the layers' matrices become: packed by a scheme, "native" (as the files store them, where a `kernels.QuantArray` holds
-        just that), or None: not packed.
+      layers: what the layers' matrices become: packed by a `quantization.Scheme`; "native": as the files store them, where a
+        `kernels.QuantArray` holds just that, else of `dtype`; "auto": of `dtype`, but packed where Diptych saved them so; a dtype.
       head: embedding and head, likewise.
 
     Raises:
       UserError: the model can't be split over that mesh, or the files are damaged, of a family that is not supported, or not the model
         that their description promises.
     """
-    path = Path(path)
+    path, storage = Path(path), Storage(jnp.dtype(dtype), layers, head)
     if orbax_folder.is_checkpoint(path):
-        config, params = orbax_folder.load_placed(path, dtype, placement, layer_loop)
+        config, params = orbax_folder.load_placed(path, storage, placement, layer_loop)
         return Checkpoint(path, config, params, "orbax", orbax_folder.describe(path).metadata)
     if path.is_dir():
         folder = open_folder(path)
@@ -86,7 +85,6 @@ def load(
     chosen = _Chosen(source, config, further)
     config = config if placement is None else fit(config, placement)
     weights = list(tensors.weights(config, table, chosen))
-    storage = Storage(jnp.dtype(dtype), layers, head)
     params = _params(chosen, config, weights, storage, progress, placement, loop_of(config, layer_loop))
     return Checkpoint(path, config, params, "folder" if path.is_dir() else "gguf", metadata, chosen.notices())
 
@@ -161,7 +159,7 @@ def _params(
         box = promised[weight.place]
         if weight.shape != box.value.shape:
             raise ValueError(f"weight {'.'.join(weight.place)} was made with shape {weight.shape}, not {box.value.shape}")
-        value = placed(source, weight, box, placement, storage.of(weight, box.names))
+        value = placed(source, weight, box, placement, storage.of(weight.place, box.names))
         place, turn = (weight.place, None) if loop is None else loop.place(weight.place)
         if turn is not None:
             value = _in_stack(tree.get(place), value, turn, loop.times, weight, box, placement)

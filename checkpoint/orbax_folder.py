@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import tempfile
 import warnings
@@ -18,17 +19,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from model import ModelConfig, abstract_params, copied, fit, loop_of, serialize, stacked
+from checkpoint import packed_tree
+from checkpoint.placed import Storage, stored_as
+from kernels import is_packed
+from model import ModelConfig, abstract_params, copied, fit, serialize, stacked, tree_names
 from runtime import UserError
 from sharding import Placement, is_names
 
 MANIFEST = "diptych.json"
 PARAMS = "params"
-VERSION = 1  # of the format
+VERSION = 2  # of the format; 1 has no packed weights, and is written where there are none
 CHUNK_BYTES = 16 << 20
 AGAIN = "convert the model again"
 
@@ -38,7 +43,8 @@ class Manifest:
     """What `diptych.json` says."""
 
     config: ModelConfig
-    weights: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(repr=False)  # by place, such as `layer_0.mlp.w_down`
+    weights: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(repr=False)  # arrays by place, such as `layer_0.mlp.w_down`
+    packed: Mapping[str, Any] = dataclasses.field(repr=False)  # form of each packed weight (`checkpoint.packed_tree`), by place
     metadata: Mapping[str, Any]  # what `save` was given
     files: Mapping[str, tuple[int, int]] = dataclasses.field(repr=False)  # size in bytes and CRC-32, by path in the folder
 
@@ -63,7 +69,7 @@ def save(
     Args:
         folder: a new one, or an empty one.
         config: what the model is.
-        params: the tree of `model.abstract_params(config)`, in any dtypes, placed and sharded in any way.
+        params: the tree of `model.abstract_params(config)`, in any dtypes, placed and sharded in any way; matrices may be packed.
         metadata: what else to remember, such as {"source": "smollm2-135m-instruct"}; anything that JSON can hold.
         add_files: called with the unfinished folder; files that it writes there become part of the checkpoint.
 
@@ -74,13 +80,15 @@ def save(
     if jax.process_count() > 1:
         raise UserError(f"a checkpoint is saved by one process, but this is one of {jax.process_count()}: {AGAIN} in a single process")
     target = Path(os.path.realpath(os.path.expanduser(folder)))
-    _check_weights("the parameter tree", _by_place(params), _promised(config))
+    forms = packed_tree.forms(params)
+    _check_weights("the parameter tree", params, _promised(config))
+    params = packed_tree.as_dicts(params)
     stored = {
-        "format_version": VERSION,
+        "format_version": VERSION if forms else 1,
         "config": serialize.to_dict(config),
         "weights": {place: {"shape": leaf.shape, "dtype": str(leaf.dtype)} for place, leaf in _by_place(params).items()},
         "metadata": dict(metadata),
-    }
+    } | ({"packed": forms} if forms else {})
     json.dumps(stored, allow_nan=False)  # finds what JSON can't hold before the weights are written
     try:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -110,9 +118,10 @@ def load(
 
     Args:
         folder: of the checkpoint.
-        dtype: the storage format of matrices, vectors being f32 (as `model.abstract_params` says); by default all as they were saved.
-        shardings: a `jax.sharding.Sharding` per weight, in the tree of `model.abstract_params(config)` or a prefix of it (one for all);
-            by default everything is on the first device.
+        dtype: the storage format of matrices that are not packed, vectors being f32 (as `model.abstract_params` says); by default all as
+            they were saved.
+        shardings: a `jax.sharding.Sharding` per array, in the tree that is returned or a prefix of it (one for all); by default everything
+            is on the first device.
         verify: read every file once more and compare its CRC-32 (4 GB/s). Sizes are compared in any case.
 
     Returns:
@@ -124,47 +133,61 @@ def load(
     """
     folder = Path(os.path.expanduser(folder)).absolute()
     manifest = describe(folder)
-    abstract = _promised(manifest.config, jnp.float32 if dtype is None else dtype)
-    _check_weights(str(folder / MANIFEST), manifest.weights, abstract)
+    abstract, promised = saved_params(manifest, folder), _by_place(_promised(manifest.config, jnp.float32 if dtype is None else dtype))
+    _check_weights(str(folder / MANIFEST), abstract, _promised(manifest.config))
     _check_files(folder, manifest, verify)
     shardings = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if shardings is None else shardings
 
     def wanted(path: Any, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-        stored = manifest.weights[_place(path)].dtype
-        given = dtype is not None and jnp.issubdtype(stored, jnp.floating)
+        given = dtype is not None and _place(path) in promised and jnp.issubdtype(leaf.dtype, jnp.floating)
         try:
             sharding.shard_shape(leaf.shape)
         except ValueError as error:
             raise UserError(f"weight {_place(path)} can't be sharded like that: {error}; use another mesh") from error
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if given else stored, sharding=sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, promised[_place(path)].dtype if given else leaf.dtype, sharding=sharding)
 
     target = jax.tree_util.tree_map_with_path(wanted, abstract, jax.tree.broadcast(shardings, abstract))
-    return manifest.config, _load_params(folder / PARAMS, target)
+    params = _load_params(folder / PARAMS, packed_tree.as_dicts(target))
+    return manifest.config, packed_tree.from_dicts(params, manifest.packed, str(folder))
 
 
-def load_placed(folder: str | os.PathLike[str], dtype: jnp.dtype, placement: Placement | None, layer_loop: str) -> tuple[ModelConfig, Any]:
+def saved_params(manifest: Manifest, folder: Path) -> Any:
+    """The parameter tree as it was saved, with a `jax.ShapeDtypeStruct` for every array."""
+    flat = {tuple(place.split(".")): leaf for place, leaf in manifest.weights.items()}
+    return packed_tree.from_dicts(flax.traverse_util.unflatten_dict(flat), manifest.packed, str(folder / MANIFEST))
+
+
+def load_placed(folder: str | os.PathLike[str], storage: Storage, placement: Placement | None, layer_loop: str) -> tuple[ModelConfig, Any]:
     """`load`, as `checkpoint.load` wants it: split over a mesh, and with repeating layers stacked or not, however it was saved.
 
-    What was saved for another number of devices is restored as it was, split as far as that goes, and changed on the devices.
+    What was saved for another number of devices is restored as it was, split as far as that goes, and changed on the devices. Weights that
+    were saved packed stay so where `storage` says "native".
     """
-    saved = describe(folder).config
+    manifest = describe(folder)
+    saved = manifest.config
     wanted = saved if placement is None else fit(saved, placement)
-    names = jax.tree.map(lambda box: box.names, abstract_params(saved), is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
-    shapes = _promised(saved)
     shardings = None
     if placement is not None:
+        shapes = saved_params(manifest, Path(folder))
+        names = tree_names(shapes, abstract_params(saved))
         shardings = jax.tree.map(lambda each, leaf: placement.dividing(each, leaf.shape), names, shapes, is_leaf=is_names)
-    _, params = load(folder, dtype, shardings)
-    if wanted != saved or loop_of(wanted, layer_loop) is not None:
-        boxes = abstract_params(wanted, layer_loop=layer_loop)
+    _, params = load(folder, storage.dtype, shardings)
+    boxes = flax.traverse_util.flatten_dict(abstract_params(saved), is_leaf=lambda _, leaf: hasattr(leaf, "names"))
+
+    def change(params: Any) -> Any:
+        flat = {place: stored_as(place, w, boxes[place], storage) for place, w in flax.traverse_util.flatten_dict(params).items()}
+        return stacked(wanted, copied(saved, wanted, flax.traverse_util.unflatten_dict(flat)), layer_loop)
+
+    changed = jax.eval_shape(change, params)
+    if jax.tree.structure(changed) != jax.tree.structure(params) or wanted != saved:
         target = None
         if placement is not None:
-            target = jax.tree.map(lambda box: placement.sharding(box.names), boxes, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
-        change = jax.jit(lambda params: stacked(wanted, copied(saved, wanted, params), layer_loop), out_shardings=target, donate_argnums=0)
+            names = tree_names(changed, abstract_params(wanted, layer_loop=layer_loop))
+            target = jax.tree.map(lambda each, leaf: placement.dividing(each, leaf.shape), names, changed, is_leaf=is_names)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers")  # of weights that change their shape
-            params = change(params)
-    return wanted, params
+            params = jax.jit(change, out_shardings=target, donate_argnums=0)(params)
+    return wanted, packed_tree.spread(params, placement is not None and placement.mesh.size > 1)
 
 
 def describe(folder: str | os.PathLike[str]) -> Manifest:
@@ -191,10 +214,10 @@ def describe(folder: str | os.PathLike[str]) -> Manifest:
     try:
         weights = {place: jax.ShapeDtypeStruct(tuple(each["shape"]), each["dtype"]) for place, each in stored["weights"].items()}
         files = {name: (int(size), int(checksum)) for name, (size, checksum) in stored["files"].items()}
-        config, metadata = stored["config"], dict(stored["metadata"])
+        config, metadata, packed = stored["config"], dict(stored["metadata"]), dict(stored.get("packed", {}))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged: {type(error).__name__} {error}; {AGAIN}") from error
-    return Manifest(config=serialize.from_dict(config, str(path)), weights=weights, metadata=metadata, files=files)
+    return Manifest(config=serialize.from_dict(config, str(path)), weights=weights, packed=packed, metadata=metadata, files=files)
 
 
 def _no_checkpoint(folder: Path) -> str:
@@ -219,17 +242,20 @@ def _promised(config: ModelConfig, dtype: jnp.dtype = jnp.float32) -> Any:
     return nn.meta.unbox(abstract_params(config, jnp.dtype(dtype)))
 
 
-def _check_weights(source: str, weights: Mapping[str, Any], abstract: Any) -> None:
-    """That the weights are those of the config, and no others, in their shapes."""
-    promised = _by_place(abstract)
+def _check_weights(source: str, params: Any, abstract: Any) -> None:
+    """That the weights are those of the config, and no others, in their shapes. The inputs of packed ones are one axis."""
+    promised, weights = flax.traverse_util.flatten_dict(abstract, sep="."), flax.traverse_util.flatten_dict(params, sep=".")
     missing, extra = sorted(promised.keys() - weights.keys()), sorted(weights.keys() - promised.keys())
     for what, places in (("lacks", missing), ("holds, which the config has no use for,", extra)):
         if places:
             more = f" and {len(places) - 1} more" * (len(places) > 1)
             raise UserError(f"{source} {what} weight {places[0]}{more}: it is not the model that its config describes; {AGAIN}")
     for place, leaf in weights.items():
-        if leaf.shape != promised[place].shape:
-            raise UserError(f"{source}: weight {place} has shape {leaf.shape}, but the config says {promised[place].shape}; {AGAIN}")
+        shape, whole = tuple(leaf.shape), promised[place].shape
+        if is_packed(leaf):
+            whole = (*whole[: len(shape) - 1], math.prod(whole[len(shape) - 1 :]))
+        if shape != whole:
+            raise UserError(f"{source}: weight {place} has shape {leaf.shape}, but the config says {whole}; {AGAIN}")
 
 
 def _write_manifest(folder: Path, stored: dict[str, Any]) -> None:

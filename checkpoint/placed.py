@@ -1,6 +1,7 @@
 """A weight on its devices: as an array, or packed: as its file stores it or rounded here."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoint.source import Source
-from checkpoint.weight import Index, Weight
-from kernels import JoinedArray, QuantArray
-from model import keeps_packed, packed_names
+from checkpoint.weight import Index, Place, Weight
+from kernels import JoinedArray, QuantArray, widen
+from model import is_matrix, keeps_packed, num_inputs, packed_names
 from quantization import Scheme, quantize
 from runtime import UserError
 from sharding import Placement, is_names
 
-NATIVE = "native"
+NATIVE, AUTO = "native", "auto"
+How = Scheme | str | jnp.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,21 +27,40 @@ class Storage:
 
     Attributes:
       dtype: of those that are not packed.
-      layers: of the layers' matrices: a `Scheme`; "native", as the file stores them where a `QuantArray` holds just that; None: not packed.
+      layers: of the layers' matrices: a `Scheme`; "native", as the file stores them where a `QuantArray` holds just that; "auto", likewise
+        if Diptych wrote it, and else not packed; a dtype: not packed, in that dtype.
       head: of embedding and head, likewise.
     """
 
     dtype: jnp.dtype
-    layers: Scheme | str | None = None
-    head: Scheme | str | None = None
+    layers: How = AUTO
+    head: How = AUTO
 
-    def of(self, weight: Weight, names: tuple[str, ...]) -> Scheme | str | None:
-        if not keeps_packed(weight.place, names):
-            return None
-        return self.head if weight.place in (("embedding",), ("head",)) else self.layers
+    def of(self, place: Place, names: tuple[str, ...]) -> How:
+        if not is_matrix(names):
+            return jnp.dtype(jnp.float32)
+        if not keeps_packed(place, names):
+            return self.dtype
+        return self.head if place in (("embedding",), ("head",)) else self.layers
 
 
-def placed(source: Source, weight: Weight, box: Any, placement: Placement | None, how: Scheme | str | None) -> Any:
+def stored_as(place: Place, w: Any, box: Any, storage: Storage) -> Any:
+    """A weight of an (unrolled) parameter tree in the format that `storage` asks for; inside jit. `box`: what the tree promises there.
+
+    Raises:
+      UserError: the scheme doesn't suit it.
+    """
+    how, shape = storage.of(place, box.names), box.value.shape
+    if isinstance(how, Scheme):
+        rows = len(shape) - num_inputs(box.names)
+        how.check(math.prod(shape[rows:]), ".".join(place))
+        return quantize(widen(w, jnp.float32).reshape(*shape[:rows], -1), how)
+    if isinstance(how, str):
+        return w
+    return widen(w, how).reshape(shape)
+
+
+def placed(source: Source, weight: Weight, box: Any, placement: Placement | None, how: How) -> Any:
     """A weight on its devices; of each part that several of this process hold, the tensors are read once.
 
     Args:
@@ -57,19 +78,19 @@ def placed(source: Source, weight: Weight, box: Any, placement: Placement | None
             axis, parts = weight.side_by_side
             if any(part.packing(source) is not None for part in parts):
                 return JoinedArray(tuple(placed(source, part, box, placement, how) for part in parts), axis)
-        how = None
-    if how is None:
+    if isinstance(how, Scheme):
+        return _rounded(source, weight, names, placement, how)
+    dtype = box.value.dtype if isinstance(how, str) else how
 
-        def plain(index: Index) -> np.ndarray:
-            return np.ascontiguousarray(weight.cut(source, index)).astype(box.value.dtype, copy=False)
+    def plain(index: Index) -> np.ndarray:
+        return np.ascontiguousarray(weight.cut(source, index)).astype(dtype, copy=False)
 
-        return _assemble(shape, names, placement, plain, None)
-    return _rounded(source, weight, names, placement, how)
+    return _assemble(shape, names, placement, plain, None)
 
 
 def _rounded(source: Source, weight: Weight, names: tuple[str, ...], placement: Placement | None, scheme: Scheme) -> QuantArray:
     rows, place = len(weight.shape) - weight.inputs, ".".join(weight.place)
-    width = int(np.prod(weight.shape[rows:]))
+    width = math.prod(weight.shape[rows:])
     scheme.check(width, place)
     shards = 1 if placement is None else weight.shape[rows] // placement.sharding(names).shard_shape(weight.shape)[rows]
     if scheme.group is not None and (width // shards) % scheme.group:

@@ -85,9 +85,7 @@ def grouped_experts(x, indices, weights, w_in, w_out, activation, b_in=None, b_o
 def _grouped_dot(x, w, sizes):
     """x [M, I] times w [E, O..., I], the first sizes[0] rows with w[0] and so on: f32 [M, O...]. Rows past the last group hold anything."""
     w3 = widen(w, x.dtype).reshape(len(w), -1, w.shape[-1])
-    return jax.lax.platform_dependent(x, w3, sizes, tpu=_grouped_dot_tpu, default=_grouped_dot_xla).reshape(
-        len(x), *w.shape[1:-1]
-    )
+    return jax.lax.platform_dependent(x, w3, sizes, tpu=_grouped_dot_tpu, default=_grouped_dot_xla).reshape(len(x), *w.shape[1:-1])
 
 
 def _grouped_dot_xla(x, w, sizes):
@@ -156,8 +154,8 @@ def tiled_experts(x, indices, weights, w_in, w_out, activation, b_in=None, b_out
 
 
 def _slice(w, start, shape):
-    """A dynamic slice of weights; of packed ones always an expert's whole matrices, widened. The CPU backend widens bf16 before it slices; the barrier keeps that inside the loop, where it becomes
-    one pass over the slice, instead of one over all E experts ahead of the loop."""
+    """A dynamic slice of weights; of packed ones always an expert's whole matrices, widened. The CPU backend widens bf16 before it slices;
+    the barrier keeps that inside the loop, where it is one pass over the slice, instead of one over all E experts ahead of the loop."""
     w, start = jax.lax.optimization_barrier((w, start))
     if isinstance(w, JoinedArray):
         return JoinedArray(tuple(_expert(part, start[0]) for part in w.parts), w.axis).widen()

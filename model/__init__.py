@@ -7,7 +7,7 @@ from model.rope import FactorScaling, LinearScaling, Llama3Scaling, Rope, YarnSc
 from model.router import RouterConfig
 from model.steps import decode_step, prefill
 from model.transformer import Transformer, abstract_params, init_params, stacked
-from model.weights import keeps_packed, packed_names, tree_names
+from model.weights import is_matrix, keeps_packed, num_inputs, packed_names, tree_names
 
 __all__ = [
     "LAYER_LOOPS",
@@ -32,8 +32,10 @@ __all__ = [
     "find_loop",
     "fit",
     "init_params",
+    "is_matrix",
     "keeps_packed",
     "loop_of",
+    "num_inputs",
     "packed_names",
     "prefill",
     "stacked",

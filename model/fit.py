@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from kernels import JoinedArray, QuantArray, is_packed
 from model.config import AttentionConfig, LayerConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
 from runtime import UserError
 from sharding import MESH_AXES, Placement, axes, format_mesh
@@ -36,7 +38,7 @@ def copied(config: ModelConfig, fitted: ModelConfig, params: Any) -> Any:
         return jnp.pad(table, ((0, fitted.vocab_size - config.vocab_size), (0, 0)))
 
     params = dict(params)
-    params |= {name: padded(params[name]) for name in ("embedding", "head") if name in params}
+    params |= {name: _of_rows(params[name], padded) for name in ("embedding", "head") if name in params}
     for number, (before, after) in enumerate(zip(config.layers, fitted.layers, strict=True)):
         if (times := _times(before.attention, after.attention)) > 1:
             layer = dict(params[f"layer_{number}"])
@@ -52,16 +54,29 @@ def _times(before: AttentionConfig | MLAConfig, after: AttentionConfig | MLAConf
 def _with_copies(weights: Any, attention: AttentionConfig, times: int) -> Any:
     K, G = attention.num_kv_heads, attention.queries_per_kv
 
-    def queries(x: jax.Array, axis: int) -> jax.Array:  # [..., K, G, ...] -> [..., K * times, G / times, ...]
+    def queries(x: jax.Array, axis: int = 0) -> jax.Array:  # [..., K, G, ...] -> [..., K * times, G / times, ...]
         return x.reshape(*x.shape[:axis], K * times, G // times, *x.shape[axis + 2 :])
 
-    def joined(x: jax.Array) -> jax.Array:  # [K, G + 2, ...]
-        return jnp.concatenate([queries(x[:, :G], 0), jnp.repeat(x[:, G:], times, axis=0)], axis=1)
+    def copies(x: jax.Array) -> jax.Array:  # [K, ...]
+        return jnp.repeat(x, times, axis=0)
 
-    changes = {"wqkv": joined, "bqkv": joined, "wo": lambda x: queries(x, 1), "sinks": lambda x: queries(x, 0)}
+    def joined(w: Any) -> Any:  # [K, G + 2, ...]
+        if isinstance(w, JoinedArray):
+            q, *others = w.parts
+            return JoinedArray((_of_rows(q, queries), *(_of_rows(each, copies) for each in others)), w.axis)
+        return _of_rows(w, lambda x: jnp.concatenate([queries(x[:, :G]), copies(x[:, G:])], axis=1))
+
+    changes = {"wqkv": joined, "bqkv": joined, "sinks": queries}
+    if not is_packed(weights["wo"]):  # whose heads are one axis
+        changes["wo"] = lambda x: queries(x, 1)
     if attention.qk_norm == "full":
-        changes |= {"q_norm": lambda x: queries(x, 0), "k_norm": lambda x: jnp.repeat(x, times, axis=0)}
+        changes |= {"q_norm": queries, "k_norm": copies}
     return {name: changes[name](value) if name in changes else value for name, value in weights.items()}
+
+
+def _of_rows(w: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
+    """`change` of a weight's rows, packed or not."""
+    return w.map_rows(change) if isinstance(w, QuantArray) else change(w)
 
 
 def _copied(attention: AttentionConfig | MLAConfig, shards: int) -> AttentionConfig | MLAConfig:

@@ -139,11 +139,16 @@ def init_params(config: ModelConfig, seed: int = 0, dtype: jnp.dtype = jnp.float
     """Random weights, stored as `abstract_params` with the same arguments says, for tests and benchmarks."""
     values = nn.meta.unbox(_boxed_params(config, jax.random.key(seed)))
     values = jax.tree.map(lambda value, wanted: value.astype(wanted.dtype), values, nn.meta.unbox(abstract_params(config, dtype)))
-    return stacked(config, values, layer_loop, jnp.stack)
+    return stacked(config, values, layer_loop)
+
+
+def stack_arrays(weights: list[Any]) -> Any:
+    """Equal weights, packed or not, as one with an axis in front."""
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *weights)
 
 
 def stacked(
-    config: ModelConfig, tree: Any, layer_loop: str, stack: Callable[[list[Any]], Any] = jnp.stack, is_leaf: Callable | None = None
+    config: ModelConfig, tree: Any, layer_loop: str, stack: Callable[[list[Any]], Any] = stack_arrays, is_leaf: Callable | None = None
 ) -> Any:
     """An unrolled tree of parameters as the tree for `layer_loop`; `stack` joins the leaves of layers that repeat."""
     if (loop := loop_of(config, layer_loop)) is None:

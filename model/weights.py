@@ -61,6 +61,11 @@ def keeps_packed(place: Sequence[str], names: Sequence[str]) -> bool:
     return is_matrix(names) and place[-1] not in PLAIN
 
 
+def num_inputs(names: Sequence[str]) -> int:
+    """How many of a matrix's last axes its product sums over: [D, K, G, H] maps heads to the stream, all else is [O..., I]."""
+    return len(names) - 1 if names[0] == axes.EMBED else 1
+
+
 def packed_names(w: Any, names: Sequence[str]) -> Any:
     """The logical axes of a weight's arrays, in a tree like it.
 

@@ -1,5 +1,5 @@
 """Floor 1: weights in few bits: how they are rounded, and what is learned from text before they are."""
 
-from quantization.schemes import SCHEMES, Scheme, quantize
+from quantization.schemes import GROUPS, SCHEMES, Scheme, quantize
 
-__all__ = ["SCHEMES", "Scheme", "quantize"]
+__all__ = ["GROUPS", "SCHEMES", "Scheme", "quantize"]

@@ -15,7 +15,9 @@ import checkpoint
 import kv
 from checkpoint import orbax_folder
 from model import ModelConfig, Transformer
+from quantization import Scheme
 from runtime import DTYPES, KV_DTYPES, UserError, platform, resolve_dtype
+from sampling.formats import weight_formats
 from sharding import Placement
 from tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf, tokenizer_from_saved
 
@@ -111,7 +113,9 @@ class LanguageModel:
 def load(
     name: str | os.PathLike[str] = DEFAULT_MODEL,
     *,
-    weights: str = "auto",
+    weights: str | Scheme = "auto",
+    head_weights: str | Scheme = "auto",
+    weights_group: int | None = None,
     compute: str = "auto",
     kv_dtype: str = "auto",
     cache: str = "dense",
@@ -126,8 +130,12 @@ def load(
     Args:
       name: a preset's name, the path of a .gguf file or of a model's folder (Hugging Face's, or one that `save` wrote), or
         hf:ORG/NAME[@REVISION] for a model of the Hugging Face Hub.
-      weights: storage of weights: auto (f32 on CPU, bf16 elsewhere), f32, bf16.
-      compute: of activations, likewise.
+      weights: storage of the layers' matrices: auto (f32 on CPU, bf16 elsewhere; packed where `save` wrote them so), native (packed as the
+        file stores them, what it doesn't as auto), f32, bf16; int8, w8a8 (products round activations to 8 bits too), int4 or fp8, to which
+        they are rounded; or a `quantization.Scheme`.
+      head_weights: of embedding and head, likewise; auto follows `weights`, but int8 goes with int4.
+      weights_group: inputs that share a scale at int4: 32, 64 or 128; None: 64.
+      compute: of activations: auto (f32 on CPU, bf16 elsewhere), f32, bf16.
       kv_dtype: of the KV cache, likewise, or int8, int4, fp8.
       cache: layout of the KV cache: "dense" (slots of each row's own; of layers with a window a ring) or "paged".
       page_size: tokens per page, a power of two; None: 64.
@@ -143,12 +151,13 @@ def load(
     # Names first: a typing error should not cost a download.
     placement = None if mesh is None else Placement.on(mesh)
     where = platform() if placement is None else placement.platform
-    weight_dtype, dtype = (resolve_dtype(flag, value, where) for flag, value in (("weights", weights), ("compute", compute)))
+    weight_dtype, layers, head = weight_formats(weights, head_weights, weights_group, where)
+    dtype = resolve_dtype("compute", compute, where)
     kv_format = cache_format(kv_dtype, cache, page_size, kv_group, where)
     progress = progress or checkpoint.Progress()
     path = checkpoint.resolve(name, progress=progress)
     began = time.perf_counter()
-    loaded = checkpoint.load(path, weight_dtype, progress, placement, layer_loop)
+    loaded = checkpoint.load(path, weight_dtype, progress, placement, layer_loop, layers, head)
     for notice in loaded.notices:
         progress.notice(notice)
     match loaded.kind:

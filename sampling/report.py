@@ -4,12 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import kv
-from model import abstract_params, decode_step, prefill
+from model import abstract_params, decode_step, prefill, tree_names
 from sampling.answer import Completion
 from sampling.batch import Batch
 from sampling.language_model import LanguageModel
@@ -113,8 +112,7 @@ def sharding_tables(lm: LanguageModel, batch_size: int = 1, capacity: int | None
     """
     placement, config = lm.placement, lm.config
     batch = Batch(lm, batch_size, min(512, config.context_length) if capacity is None else capacity)
-    boxes = abstract_params(config, layer_loop=lm.model.layer_loop)
-    names = jax.tree.map(lambda box: box.names, boxes, is_leaf=lambda leaf: hasattr(leaf, "names"))
+    names = tree_names(lm.params, abstract_params(config, layer_loop=lm.model.layer_loop))
     weights = placed_arrays(lm.params, names, placement)
     kept = placed_arrays(batch.cache.stores, batch.cache.logical_axes().stores, placement)
     one, row = np.ones((1,), np.int32), np.zeros((1,), np.int32)

@@ -279,7 +279,7 @@ def test_what_is_no_checkpoint_is_told_apart(tmp_path, saved):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda stored: stored.update(format_version=2), r"has format version 2, and .* reads up to 1: update Diptych"),
+        (lambda stored: stored.update(format_version=3), r"has format version 3, and .* reads up to 2: update Diptych"),
         (lambda stored: stored.update(format_version="1"), "its format version is '1'"),
         (lambda stored: stored.update(format_version=True), "its format version is True"),
         (lambda stored: stored.update(format_version=0), "its format version is 0"),

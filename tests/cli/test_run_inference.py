@@ -119,7 +119,7 @@ MISTAKES = [
     option("--top_k=many", "--top_k=many", "--help"),
     option("--temperature=hot", "--temperature=hot", "--help"),
     option("--json=maybe", "--json=maybe", "--help"),
-    option("--weights=int3", "int3", "auto|f32|bf16"),
+    option("--weights=int3", "int3", "auto|native|f32|bf16|int8|w8a8|int4|fp8"),
     option("--task=serve", "serve", "generate|chat"),
     option("--kv=int3", "int3", "auto|f32|bf16|int8|int4|fp8"),
     option("--cache=ring", "ring", "dense|paged"),
