@@ -51,7 +51,7 @@ class Scheme:
         """
         group = width if self.group is None else self.group
         if width % group or (group % (RUN // 2) and group != width):
-            fitting = [size for size in (16, 32, 64, 96, 128, 192, 256) if width % size == 0]
+            fitting = [size for size in GROUPS if width % size == 0]
             remedy = f"give one of {', '.join(map(str, fitting))}" if fitting else "use --weights=int8 for this model"
             raise UserError(f"a group of {group} does not divide the {width} inputs of {what}: {remedy}")
         if self.code not in ("int8", "float8") and width % RUN:
