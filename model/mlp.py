@@ -9,8 +9,8 @@ from flax import linen as nn
 from kernels import experts, matmul
 from model.config import MLPConfig, MoEConfig
 from model.router import route
-from model.weights import scaled_normal, weight
-from sharding import Placement, axes
+from model.weights import packed_names, scaled_normal, weight
+from sharding import Placement, axes, is_names
 
 
 def activate(config: MLPConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -75,7 +75,8 @@ class MoE(nn.Module):
             out = _mixed(c, x, real, weights)
         else:
             whole = {key: tuple(None if name == axes.EMBED else name for name in names) for key, (_, _, names, _) in named.items()}
-            split = {key: placement.spec(names) for key, names in whole.items()}  # of what FSDP splits, all is gathered here
+            axes_of = {key: packed_names(weights[key], names) for key, names in whole.items()}
+            split = jax.tree.map(placement.spec, axes_of, is_leaf=is_names)  # of what FSDP splits, all is gathered here
             stream, tokens = placement.spec((*rows, None)), placement.spec(rows)
             part = functools.partial(_own_experts, c, placement)
             out = placement.shard_map(part, in_specs=(stream, tokens, split), out_specs=stream)(x, real, weights)
