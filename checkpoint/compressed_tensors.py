@@ -3,11 +3,9 @@
 import math
 from typing import Any
 
-import numpy as np
-
 from checkpoint import packed, pieces
 from checkpoint.float_blocks import FLOAT8
-from checkpoint.pieces import SCALES, Entries, Found, Raw, Refused, Settings, Weight
+from checkpoint.pieces import SCALES, Coded, Entries, Found, Raw, Refused, Settings, Weight, coded
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
@@ -119,12 +117,12 @@ def _plain(entries: Entries, base: str, weights: Settings, raw: Raw) -> Weight:
     elif weights.get("symmetric") is False:
         raise Refused(f"{name} is asymmetric, but has no {zero}: download all files of the model again")
 
-    def rows(raw: Raw, start: int, stop: int) -> np.ndarray:
-        zeros = raw(zero).astype(np.float32).reshape(whole) if has_zeros else None
+    def codes(raw: Raw, start: int, stop: int) -> Coded:
+        zeros = raw(zero).reshape(whole) if has_zeros else None
         scales = pieces.read_scales(raw, scale, entries[scale].dtype, whole)
-        return pieces.dequantize_rows(raw(name)[start:stop], scales, zeros, block, start, stop)
+        return pieces.rows_of(raw(name)[start:stop], scales, zeros, block, start, stop, 8 if entry.dtype == "I8" else None)
 
-    return Weight(entry.shape, f"{'int8' if entry.dtype == 'I8' else entry.dtype} {words}", names, rows)
+    return coded(entry.shape, f"{'int8' if entry.dtype == 'I8' else entry.dtype} {words}", names, codes)
 
 
 def _packed(entries: Entries, base: str, weights: Settings, raw: Raw) -> Weight:
@@ -157,7 +155,7 @@ def _packed(entries: Entries, base: str, weights: Settings, raw: Raw) -> Weight:
         pieces.require(entries, g_idx, ("I32", "I64"), name)
         pieces.fit(entries, g_idx, [(width,)], name)
 
-    def rows(raw: Raw, start: int, stop: int) -> np.ndarray:
+    def codes(raw: Raw, start: int, stop: int) -> Coded:
         zeros = raw(zero) if zero in entries else None
         if zeros_packed:
             zeros = packed.unpack_zeros(zeros, bits=bits, rows=whole[0])
@@ -168,6 +166,6 @@ def _packed(entries: Entries, base: str, weights: Settings, raw: Raw) -> Weight:
         if order is not None and (order == -1).all():  # written, but not in use
             order = None
         order = order if order is None else pieces.group_order(order, g_idx, block[1], whole[1])
-        return packed.dequantize(values, block, groups=order, first_row=start)
+        return Coded(values, block, bits, order, start)
 
-    return Weight(shape, f"int{bits} {words}", names, rows)
+    return coded(shape, f"int{bits} {words}", names, codes)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from checkpoint import packed, pieces
-from checkpoint.pieces import POWERS, SCALES, Entries, Found, Raw, Refused, Settings, Weight
+from checkpoint.pieces import POWERS, SCALES, Coded, Entries, Found, Raw, Refused, Settings, Weight, coded
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 FP4_BLOCK = 32
@@ -61,16 +61,16 @@ def _float8(entries: Entries, name: str, scale: str, unused: tuple[str, ...], bl
     used, _, words = fitting[0]
     whole = packed.grid(shape, used)
 
-    def rows(raw: Raw, start: int, stop: int) -> np.ndarray:
+    def codes(raw: Raw, start: int, stop: int) -> Coded:
         values = raw(name)[start:stop]
-        codes = packed.unpack_fp4(values) if is_fp4 else values
+        values = packed.unpack_fp4(values) if is_fp4 else values
         if math.prod(scale_shape) == 1 < math.prod(whole):  # one for all matrices
             scales = np.broadcast_to(pieces.read_scales(raw, scale, dtype, (1,) * len(whole)), whole)
         else:
             scales = pieces.read_scales(raw, scale, dtype, whole)
-        return pieces.dequantize_rows(codes, scales, None, used, start, stop)
+        return pieces.rows_of(values, scales, None, used, start, stop, None)
 
-    return Weight(shape, f"{'F4_E2M1' if is_fp4 else entry.dtype} {words}", (name, scale, *unused), rows)
+    return coded(shape, f"{'F4_E2M1' if is_fp4 else entry.dtype} {words}", (name, scale, *unused), codes)
 
 
 def find_mxfp4(entries: Entries, settings: Settings, raw: Raw) -> Found:
@@ -88,8 +88,10 @@ def _mxfp4(entries: Entries, name: str) -> Weight:
     pieces.fit(entries, scales, [shape[:-1]], blocks)
     E, out, per_row, _ = shape
 
-    def rows(raw: Raw, start: int, stop: int) -> np.ndarray:
-        values = packed.unpack_mxfp4(raw(blocks)[start:stop], raw(scales)[start:stop])
-        return packed.dequantize(values, (1, FP4_BLOCK)).swapaxes(1, 2)
+    def codes(raw: Raw, start: int, stop: int) -> Coded:
+        return Coded(packed.unpack_mxfp4(raw(blocks)[start:stop], raw(scales)[start:stop]), (1, FP4_BLOCK))
 
-    return Weight((E, per_row * FP4_BLOCK, out), "MXFP4", (blocks, scales), rows)
+    def rows(raw: Raw, start: int, stop: int) -> np.ndarray:
+        return codes(raw, start, stop).values().swapaxes(1, 2)
+
+    return Weight((E, per_row * FP4_BLOCK, out), "MXFP4", (blocks, scales), rows, codes, turned=True)

@@ -2,10 +2,8 @@
 
 import math
 
-import numpy as np
-
 from checkpoint import packed, pieces
-from checkpoint.pieces import SCALES, Entries, Found, Raw, Refused, Settings, Weight
+from checkpoint.pieces import SCALES, Coded, Entries, Found, Raw, Refused, Settings, Weight, coded
 
 
 def find_gptq(entries: Entries, settings: Settings, raw: Raw) -> Found:
@@ -49,13 +47,13 @@ def _gptq(entries: Entries, base: str, settings: Settings, *, zeros_less_one: bo
     pieces.fit(entries, scales, [(groups, out)], qweight)
     pieces.fit(entries, qzeros, [(groups, math.ceil(out * bits / 32))], qweight)
 
-    def rows(raw: Raw, start: int, stop: int) -> np.ndarray:
+    def codes(raw: Raw, start: int, stop: int) -> Coded:
         zeros, order = raw(qzeros), None if g_idx is None else pieces.group_order(raw(g_idx), g_idx, size, groups)
         whole = packed.unpack_gptq(raw(qweight)[:, start:stop], zeros, raw(scales), bits=bits, width=width, zeros_less_one=zeros_less_one)
-        return packed.dequantize(whole, (1, size), groups=order, first_row=start)
+        return Coded(whole, (1, size), bits, order, start)
 
     ordered = " act-order" if settings.get("desc_act") else ""
-    return Weight((out, width), f"GPTQ int{bits} g{size}{ordered}", names if g_idx is None else (*names, g_idx), rows)
+    return coded((out, width), f"GPTQ int{bits} g{size}{ordered}", names if g_idx is None else (*names, g_idx), codes)
 
 
 def find_awq(entries: Entries, settings: Settings, raw: Raw) -> Found:
@@ -77,11 +75,11 @@ def _awq(entries: Entries, base: str, settings: Settings) -> Weight:
     pieces.fit(entries, scales, [(groups, out)], qweight)
     pieces.fit(entries, qzeros, [(groups, words)], qweight)
 
-    def rows(raw: Raw, start: int, stop: int) -> np.ndarray:
+    def codes(raw: Raw, start: int, stop: int) -> Coded:
         first, last = start // packed.AWQ_GROUP, math.ceil(stop / packed.AWQ_GROUP)  # words of a row
         whole = slice(first * packed.AWQ_GROUP, last * packed.AWQ_GROUP)
         values = packed.unpack_awq(raw(qweight)[:, first:last], raw(qzeros)[:, first:last], raw(scales)[:, whole])
         wanted = slice(start - whole.start, stop - whole.start)
-        return packed.dequantize(packed.Packed(*(part[wanted] for part in values)), (1, size))
+        return Coded(packed.Packed(*(part[wanted] for part in values)), (1, size), 4)
 
-    return Weight((out, width), f"AWQ int4 g{size}", names, rows)
+    return coded((out, width), f"AWQ int4 g{size}", names, codes)

@@ -3,8 +3,8 @@
 Every layout comes down to the same three arrays and one formula:
 
     codes   [..., out, in]  what is stored of each weight: integers, or float8 / float4 values
-    scales  [..., R, C]     float32: one for each block of weights, R = ceil(out / rows of a block), C = ceil(in / columns of a block)
-    zeros   [..., R, C]     float32: the code that stands for 0; None where that is 0
+    scales  [..., R, C]     one for each block of weights, R = ceil(out / rows of a block), C = ceil(in / columns of a block)
+    zeros   [..., R, C]     the code that stands for 0; a number if it is the same for all, None if that is 0
 
     weight = (code - zero) * scale
 
@@ -23,11 +23,11 @@ AWQ_GROUP = 8  # neighbours that share a word
 
 
 class Packed(NamedTuple):
-    """A weight's codes, scales and zeros, as the head of this file defines them."""
+    """A weight's codes, scales and zeros, as the head of this file defines them; scales and zeros are of the file's own dtype."""
 
     codes: np.ndarray
     scales: np.ndarray
-    zeros: np.ndarray | None = None
+    zeros: np.ndarray | int | None = None
 
 
 def unpack_bits(words: np.ndarray, bits: int, count: int) -> np.ndarray:
@@ -67,7 +67,7 @@ def unpack_gptq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, *, 
     zeros = unpack_bits(qzeros, bits, scales.shape[1])
     if zeros_less_one:
         zeros = (zeros + np.uint8(1)) & np.uint8(2**bits - 1)
-    return Packed(unpack_bits(qweight.T, bits, width), scales.T.astype(np.float32), zeros.T.astype(np.float32))
+    return Packed(unpack_bits(qweight.T, bits, width), scales.T, zeros.T)
 
 
 def unpack_awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> Packed:
@@ -86,7 +86,7 @@ def unpack_awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> P
         nibbles = unpack_bits(words, 4, AWQ_GROUP * words.shape[1]).reshape(*words.shape, AWQ_GROUP)
         return nibbles[..., AWQ_NIBBLES].reshape(len(words), AWQ_GROUP * words.shape[1]).T  # [out, in | groups]
 
-    return Packed(numbers(qweight), scales.T.astype(np.float32), numbers(qzeros).astype(np.float32))
+    return Packed(numbers(qweight), scales.T, numbers(qzeros))
 
 
 def unpack_int32(packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, *, bits: int, width: int) -> Packed:
@@ -102,8 +102,8 @@ def unpack_int32(packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | Non
     Returns:
         codes uint8 [out, in], scales and zeros [R, C], the offset of the codes in the zeros.
     """
-    offset = np.full(scales.shape, 2.0 ** (bits - 1), np.float32)
-    return Packed(unpack_bits(packed, bits, width), scales.astype(np.float32), offset if zeros is None else offset + zeros)
+    offset = 2 ** (bits - 1)
+    return Packed(unpack_bits(packed, bits, width), scales, offset if zeros is None else zeros.astype(np.int16) + offset)
 
 
 def unpack_zeros(packed: np.ndarray, *, bits: int, rows: int) -> np.ndarray:
@@ -128,12 +128,12 @@ def unpack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> Packed:
     Returns:
         codes float4_e2m1fn [..., out, in], scales [..., out, in / 32].
     """
-    return Packed(unpack_fp4(blocks.reshape(*blocks.shape[:-2], math.prod(blocks.shape[-2:]))), powers_of_two(scales))
+    return Packed(unpack_fp4(blocks.reshape(*blocks.shape[:-2], math.prod(blocks.shape[-2:]))), exponents(scales))
 
 
-def powers_of_two(exponents: np.ndarray) -> np.ndarray:
-    """E8M0 scales, as uint8 or float8_e8m0fnu: 2^(exponent - 127) in float32; 255 is nan (OCP MX 1.0)."""
-    return exponents.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+def exponents(scales: np.ndarray) -> np.ndarray:
+    """E8M0 scales, stored as such or as uint8: float8_e8m0fnu, 2^(exponent - 127); 255 is nan (OCP MX 1.0)."""
+    return scales.view(ml_dtypes.float8_e8m0fnu)
 
 
 def grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
@@ -155,11 +155,13 @@ def dequantize(packed: Packed, block: tuple[int, int], *, groups: np.ndarray | N
     *lead, rows, columns = values.shape
 
     def spread(per_block: np.ndarray) -> np.ndarray:  # [..., R, C] -> [..., out, C | in]
-        by_row = np.repeat(per_block, min(block[0], first_row + rows), axis=-2)[..., first_row : first_row + rows, :]
+        by_row = np.repeat(per_block.astype(np.float32), min(block[0], first_row + rows), axis=-2)[..., first_row : first_row + rows, :]
         return by_row if groups is None else by_row[..., groups]
 
     scales = spread(packed.scales)
-    zeros = None if packed.zeros is None else spread(packed.zeros)
+    if isinstance(packed.zeros, int):
+        values -= packed.zeros
+    zeros = spread(packed.zeros) if isinstance(packed.zeros, np.ndarray) else None
     width = 1 if groups is not None else min(block[1], columns)
     whole = columns // width  # whole blocks; what is left of the row shares the last scale
     parts = [(values[..., : whole * width].reshape(*lead, rows, whole, width), slice(0, whole))]

@@ -21,14 +21,52 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Coded(NamedTuple):
+    """Packed rows, with what places their scales: `values()` are the weights.
+
+    Attributes:
+        packed: codes, scales and zeros.
+        block: (rows, columns) that share a scale.
+        bits: of an integer code; None: codes are floats.
+        groups: int [in], the group of each input; None: in order.
+        first_row: the row that the codes begin with, where scales and zeros are those of the whole weight.
+    """
+
+    packed: packed.Packed
+    block: tuple[int, int]
+    bits: int | None = None
+    groups: np.ndarray | None = None
+    first_row: int = 0
+
+    def values(self) -> np.ndarray:
+        """float32 [..., rows, in]."""
+        return packed.dequantize(self.packed, self.block, groups=self.groups, first_row=self.first_row)
+
+
+def coded(shape: tuple[int, ...], stored: str, names: tuple[str, ...], codes: Callable[[Raw, int, int], Coded]) -> "Weight":
+    """A packed weight."""
+    return Weight(shape, stored, names, lambda raw, start, stop: codes(raw, start, stop).values(), codes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One logical tensor."""
+    """One logical tensor.
+
+    Attributes:
+        shape: of its values.
+        stored: how it is stored, in words.
+        pieces: names of the stored tensors that make it.
+        rows: raw, start, stop -> values [stop - start, ...].
+        codes: likewise what is stored of them; None: it is not packed.
+        turned: codes are [..., out, in] of a tensor that counts as [..., in, out].
+    """
 
     shape: tuple[int, ...]
-    stored: str  # in words
-    pieces: tuple[str, ...]  # names of stored tensors
-    rows: Callable[[Raw, int, int], np.ndarray] = dataclasses.field(repr=False)  # raw, start, stop -> values [stop - start, ...]
+    stored: str
+    pieces: tuple[str, ...]
+    rows: Callable[[Raw, int, int], np.ndarray] = dataclasses.field(repr=False)
+    codes: Callable[[Raw, int, int], Coded] | None = dataclasses.field(default=None, repr=False)
+    turned: bool = False
 
 
 class Refused(Exception):
@@ -82,9 +120,9 @@ def pair(value: Any, what: str) -> tuple[int, int]:
 
 
 def read_scales(raw: Raw, name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """float32 of `shape`."""
+    """Of `shape`, as stored."""
     values = raw(name)
-    return (packed.powers_of_two(values) if dtype in POWERS else values.astype(np.float32)).reshape(shape)
+    return (packed.exponents(values) if dtype in POWERS else values).reshape(shape)
 
 
 def bases(entries: Entries, suffix: str) -> Iterator[str]:
@@ -116,13 +154,13 @@ def group_order(g_idx: np.ndarray, name: str, size: int, groups: int) -> np.ndar
     return None if np.array_equal(g_idx, np.arange(len(g_idx)) // size) else g_idx
 
 
-def dequantize_rows(
-    codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, block: tuple[int, int], start: int, stop: int
-) -> np.ndarray:
-    """Rows [start, stop) of axis 0, `codes`, in float32; `scales` and `zeros` are whole."""
+def rows_of(
+    codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, block: tuple[int, int], start: int, stop: int, bits: int | None
+) -> Coded:
+    """Rows [start, stop) of axis 0, `codes`; `scales` and `zeros` are whole."""
     if codes.ndim == 2:
-        return packed.dequantize(packed.Packed(codes, scales, zeros), block, first_row=start)
-    return packed.dequantize(packed.Packed(codes, scales[start:stop], None if zeros is None else zeros[start:stop]), block)
+        return Coded(packed.Packed(codes, scales, zeros), block, bits, first_row=start)
+    return Coded(packed.Packed(codes, scales[start:stop], None if zeros is None else zeros[start:stop]), block, bits)
 
 
 def sides(block: tuple[int, int]) -> str:

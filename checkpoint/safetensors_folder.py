@@ -20,7 +20,8 @@ import numpy as np
 
 from checkpoint import quant_methods
 from checkpoint.mapped import listed, looks_like, map_bytes, part_name, strerror
-from checkpoint.pieces import Refused, Stored, Weight
+from checkpoint.pieces import Coded, Refused, Stored, Weight
+from checkpoint.quant_arrays import columns, packing, quant_array
 from checkpoint.source import Box, Packing
 from kernels import QuantArray
 from runtime import UserError
@@ -98,11 +99,34 @@ class SafetensorsFolder:
 
     def packing(self, name: str) -> Packing | None:
         """As of `checkpoint.source.Source`."""
-        return None
+        weight = self._weight(name)
+        return None if weight.codes is None else packing(self._codes(name, 0, 1))
 
     def packed(self, name: str, box: Box = ()) -> QuantArray:
-        """As of `checkpoint.source.Source`."""
-        raise ValueError(f"{name} is not packed")
+        """As of `checkpoint.source.Source`; of the fused experts of an MXFP4 model (experts, out, in).
+
+        Raises:
+            UserError: no such tensor, its file is gone, or the box parts inputs that share bytes or a scale.
+        """
+        weight = self._weight(name)
+        shape = (*weight.shape[:-2], *weight.shape[:-3:-1]) if weight.turned else weight.shape
+        bounds = [part.indices(size)[:2] for part, size in zip(box, shape, strict=False)]
+        bounds += [(0, size) for size in shape[len(bounds) :]]
+        found, unit = quant_array(self._codes(name, *bounds[0])), self.packing(name).unit
+        if len(shape) > 2:
+            found = found.map_rows(lambda array: array[(slice(None), *(slice(*part) for part in bounds[1:-1]))])
+        if bounds[-1] != (0, shape[-1]) and any(bound % unit for bound in bounds[-1]):
+            raise UserError(
+                f"{self.path}: {name!r} is stored as {weight.stored}, of which a device can't have inputs {bounds[-1][0]} to "
+                f"{bounds[-1][1]} (they go together by {unit}): use a smaller mesh, or --weights=bf16"
+            )
+        return columns(found, *bounds[-1])
+
+    def _codes(self, name: str, start: int, stop: int) -> Coded:
+        try:
+            return self._weight(name).codes(self._raw, start, stop)
+        except Refused as error:
+            raise UserError(f"{self.path}: {error}") from error
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """`read(name)[start:stop]`; other rows are neither read nor dequantized.

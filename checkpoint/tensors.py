@@ -225,15 +225,27 @@ def _mixture(place: Place, prefix: str, c: MoEConfig, D: int, names: Names) -> I
                 rows = np.moveaxis(parts[0], -1, 1)
                 return rows.reshape(len(rows), -1, 2, *rows.shape[2:]).swapaxes(1, 2)
 
-            axes = frozenset({0, 2, 3} if rest else {0, 2})
-            return Weight((*place, name), (E, 2, F, *rest), ((f"{all_experts}{kind}", (E, *rest, 2 * F)),), reads, make, axes)
+            def packed_reads(index: Index) -> list[tuple[str, Box]]:
+                experts, _, (start, stop), *others = index
+                return [(f"{all_experts}{kind}", tuple(slice(*each) for each in (experts, (2 * start, 2 * stop), *others)))]
 
-        def turned(index: Index) -> list[tuple[str, Box]]:
+            def packed_make(parts: Parts, index: Index) -> np.ndarray:
+                rows = parts[0]  # [E, 2F, D]
+                return rows.reshape(len(rows), -1, 2, *rows.shape[2:]).swapaxes(1, 2)
+
+            axes, tensors = frozenset({0, 2, 3} if rest else {0, 2}), ((f"{all_experts}{kind}", (E, *rest, 2 * F)),)
+            return Weight((*place, name), (E, 2, F, *rest), tensors, reads, make, axes, turned=(packed_reads, packed_make))
+
+        def down_reads(index: Index) -> list[tuple[str, Box]]:
             return [(f"{all_experts}down_proj", tuple(slice(*index[axis]) for axis in (0, 2, 1)))]
+
+        def down_packed(index: Index) -> list[tuple[str, Box]]:
+            return [(f"{all_experts}down_proj", tuple(slice(*each) for each in index))]
 
         yield in_turns("w_gate_up", "gate_up_proj", D)
         down = ((f"{all_experts}down_proj", (E, F, D)),)
-        yield Weight((*place, "w_down"), (E, D, F), down, turned, lambda parts, _: parts[0].swapaxes(1, 2), frozenset({0, 1, 2}))
+        turned, axes = (down_packed, lambda parts, _: parts[0]), frozenset({0, 1, 2})
+        yield Weight((*place, "w_down"), (E, D, F), down, down_reads, lambda parts, _: parts[0].swapaxes(1, 2), axes, turned=turned)
         yield in_turns("b_gate_up", "gate_up_proj_bias")
         yield one((*place, "b_down"), f"{all_experts}down_proj_bias", (E, D))
     else:

@@ -29,6 +29,7 @@ class Weight:
       axes: of those axes, a part can be made of a part of the tensors; along others all is made.
       inputs: how many of the last axes are inputs of a product, and one axis of the tensors.
       side_by_side: the axis, and what follows one another along it.
+      turned: `reads` and `make` of packed tensors, if those have their rows of inputs last where others have them first.
     """
 
     place: Place
@@ -39,6 +40,7 @@ class Weight:
     axes: frozenset[int]
     inputs: int = 1
     side_by_side: tuple[int, tuple["Weight", ...]] | None = None
+    turned: tuple[Callable[[Index], list[tuple[str, Box]]], Callable[[Parts, Index], np.ndarray]] | None = None
 
     def cut(self, source: Source, index: Index) -> np.ndarray:
         """A part of the weight, of which nothing else is read that can be told apart."""
@@ -59,7 +61,8 @@ class Weight:
           UserError: its tensors can't be read in that part, or their inputs are in different orders.
         """
         wanted, rows = self._made(index), len(self.shape) - self.inputs
-        found = [source.packed(*read) for read in self.reads(wanted)]
+        reads, make = self.turned or (self.reads, self.make)
+        found = [source.packed(*read) for read in reads(wanted)]
         orders = [each.order for each in found]
         if any(order is not None for order in orders):
             if not all(order is not None and np.array_equal(order, orders[0]) for order in orders):
@@ -71,7 +74,7 @@ class Weight:
         rest = self._rest(index)[:rows]
 
         def made(*arrays: np.ndarray) -> np.ndarray:
-            value = self.make(arrays, (*wanted[:rows], (0, arrays[0].shape[-1])))
+            value = make(arrays, (*wanted[:rows], (0, arrays[0].shape[-1])))
             return np.ascontiguousarray(value[rest] if rest else value)
 
         return jax.tree.map(made, *found).replace(order=orders[0])

@@ -18,7 +18,16 @@ import ml_dtypes
 import numpy as np
 
 RUN = 32  # codes that share bytes: every group is made of whole runs, or of halves of one
-PLANES = {"int8": (8,), "uint3": (2, 1), "uint4": (4,), "uint5": (4, 1), "uint6": (4, 2), "float8": (8,), "float4": (4,)}  # bits, low first
+PLANES = {
+    "int8": (8,),
+    "uint2": (2,),
+    "uint3": (2, 1),
+    "uint4": (4,),
+    "uint5": (4, 1),
+    "uint6": (4, 2),
+    "float8": (8,),
+    "float4": (4,),
+}  # bits, low first
 STORED = {"int8": np.dtype(np.int8), "float8": np.dtype(ml_dtypes.float8_e4m3fn)}  # dtype of a code that is a plane by itself
 FLOAT4 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)  # the 16 values of E2M1, by code
 EXPONENTS = np.dtype(ml_dtypes.float8_e8m0fnu)  # MXFP4's scales

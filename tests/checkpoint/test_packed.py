@@ -243,8 +243,10 @@ def test_the_experts_of_mxfp4_lie_the_way_their_bfloat16_files_have_them(write_f
 
 
 def test_the_extreme_powers_of_two():
-    np.testing.assert_array_equal(packed.powers_of_two(np.array([0, 127, 254], np.uint8)), np.array([2.0**-127, 1, 2.0**127], np.float32))
-    assert np.isnan(packed.powers_of_two(np.array([255], np.uint8)))
+    np.testing.assert_array_equal(
+        packed.exponents(np.array([0, 127, 254], np.uint8)).astype(np.float32), np.array([2.0**-127, 1, 2.0**127], np.float32)
+    )
+    assert np.isnan(packed.exponents(np.array([255], np.uint8)).astype(np.float32))
 
 
 def test_each_module_has_the_scheme_of_the_most_exact_target(write_folder):
@@ -477,3 +479,29 @@ def test_any_damaged_setting_opens_or_is_refused(write_folder, method, tensors):
                 source.read(name)
         except UserError as error:
             assert "\n" not in str(error)
+
+
+NOT_HELD = {  # groups that don't divide the inputs, or inputs that don't fill bytes: these are read as floats
+    "pack int4 channel, ragged", "float8 block, ragged", "fp8 square blocks", "fp8 ragged columns", "fp8 power-of-two scales",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["name"])
+def test_a_packed_weight_keeps_its_codes(write_folder, case):
+    """As `QuantArray`s they stand for the same numbers, take no more room than the codes and scales do, and can be cut."""
+    source = open_folder(write_folder(golden_tensors(case), case["quantization_config"]))
+    name = case["weight"]
+    packing, want = source.packing(name), source.read(name)
+    want = want.swapaxes(1, 2) if source.weights[name].turned else want
+    if packing is None:
+        assert case["name"] in NOT_HELD
+        return
+    assert case["name"] not in NOT_HELD
+    got = source.packed(name)
+    np.testing.assert_allclose(got.widen(), want, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(source.packed(name, (slice(1, 2),)).widen(), want[1:2], rtol=1e-6, atol=1e-7)
+    unit = packing.unit
+    if want.shape[-1] > unit and got.order is None:
+        np.testing.assert_allclose(source.packed(name, (*(slice(0, n) for n in want.shape[:-1]), slice(0, unit))).widen(), want[..., :unit])
+        with pytest.raises(UserError, match="use a smaller mesh, or --weights=bf16"):
+            source.packed(name, (*(slice(0, n) for n in want.shape[:-1]), slice(0, 1)))

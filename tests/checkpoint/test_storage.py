@@ -114,6 +114,15 @@ def test_a_gguf_file_is_kept_as_it_is(mixed):
     assert held == stored
 
 
+def test_experts_of_mxfp4_are_kept_as_they_are(tmp_path):
+    folder = fixtures.write_folder(fixtures.read("gpt_oss_mxfp4"), tmp_path / "model")
+    plain, native = checkpoint.load(folder), checkpoint.load(folder, layers="native")
+    jax.tree.map(np.testing.assert_array_equal, widened(native), plain.params)
+    assert native.params["layer_0"]["mlp"]["w_gate_up"].code == native.params["layer_0"]["mlp"]["w_down"].code == "float4"
+    assert native.params["layer_0"]["mlp"]["w_down"].scales.dtype == jnp.float8_e8m0fnu
+    check_same_function(native)
+
+
 def test_layers_packed_in_different_ways_are_no_stack(write_mixed):
     assert "loop" in checkpoint.load(write_mixed("alike.gguf"), layers="native", layer_loop="scan").params
     path = write_mixed("other.gguf", blk_1_ffn_down="Q8_0")
