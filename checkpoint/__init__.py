@@ -4,7 +4,7 @@ from checkpoint.download import Progress
 from checkpoint.fingerprint import fingerprint
 from checkpoint.gguf_file import GGUFFile, open_gguf
 from checkpoint.load import Checkpoint, load
-from checkpoint.placed import How
+from checkpoint.placed import How, Storage, weight_bytes
 from checkpoint.registry import Preset, presets, resolve
 from checkpoint.safetensors_folder import SafetensorsFolder, open_folder
 from checkpoint.source import Source
@@ -17,10 +17,12 @@ __all__ = [
     "Progress",
     "SafetensorsFolder",
     "Source",
+    "Storage",
     "fingerprint",
     "load",
     "open_folder",
     "open_gguf",
     "presets",
     "resolve",
+    "weight_bytes",
 ]

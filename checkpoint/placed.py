@@ -5,19 +5,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from checkpoint.source import Source
 from checkpoint.weight import Index, Place, Weight
-from kernels import JoinedArray, QuantArray, widen
-from model import is_matrix, keeps_packed, num_inputs, packed_names
+from kernels import JoinedArray, QuantArray, is_packed, widen
+from model import ModelConfig, abstract_params, is_matrix, keeps_packed, num_inputs, packed_names
 from quantization import Scheme, quantize
 from runtime import UserError
 from sharding import Placement, is_names
 
 NATIVE, AUTO = "native", "auto"
+HEAD = (("embedding",), ("head",))  # places in the tree
 How = Scheme | str | jnp.dtype
 
 
@@ -41,7 +43,7 @@ class Storage:
             return jnp.dtype(jnp.float32)
         if not keeps_packed(place, names):
             return self.dtype
-        return self.head if place in (("embedding",), ("head",)) else self.layers
+        return self.head if place in HEAD else self.layers
 
 
 def stored_as(place: Place, w: Any, box: Any, storage: Storage) -> Any:
@@ -58,6 +60,27 @@ def stored_as(place: Place, w: Any, box: Any, storage: Storage) -> Any:
     if isinstance(how, str):
         return w
     return widen(w, how).reshape(shape)
+
+
+def weight_bytes(config: ModelConfig, storage: Storage) -> dict[str, int]:
+    """Bytes of a model's weights by what they are, without making any: `layers`' matrices, `head` (with the embedding), `other` (vectors,
+    and matrices that are never packed) and `scales` (what of `layers` and `head` is no code, but says what codes stand for).
+
+    Exactly what the arrays take that `checkpoint.load` makes of a file whose weights are not packed. "native" counts as not packed.
+
+    Raises:
+      UserError: a scheme doesn't suit the model.
+    """
+    boxes = flax.traverse_util.flatten_dict(abstract_params(config, storage.dtype), is_leaf=lambda _, leaf: hasattr(leaf, "names"))
+    found = dict.fromkeys(("layers", "head", "other", "scales"), 0)
+    for place, box in boxes.items():
+        stored = jax.eval_shape(lambda place=place, box=box: stored_as(place, jnp.zeros(box.value.shape, box.value.dtype), box, storage))
+        bytes_of = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored)]
+        part = "head" if place in HEAD else "layers" if keeps_packed(place, box.names) else "other"
+        found[part] += sum(bytes_of)
+        if is_packed(stored):
+            found["scales"] += sum(bytes_of) - sum(plane.size * plane.dtype.itemsize for plane in stored.planes)
+    return found
 
 
 def placed(source: Source, weight: Weight, box: Any, placement: Placement | None, how: How) -> Any:
