@@ -105,7 +105,7 @@ def sizes(lm: Any) -> dict[str, Any]:
 
 
 def check_bytes(name: str, models: dict[str, Any], rows: dict[str, Any]) -> None:
-    """Puts beside the bytes those that the formula says: of native weights what the file takes, with a byte for each of its 6-bit scales."""
+    """Puts beside the bytes those of the formula: of native weights what the file takes, with a byte for each of its 6-bit scales."""
     import checkpoint
     from runtime import platform
     from sampling.formats import weight_formats
@@ -159,10 +159,9 @@ def speeds(models: dict[str, Any]) -> dict[str, dict[str, float]]:
 def show(name: str, rows: dict[str, Any]) -> None:
     base, reference = rows["bf16"], rows.get("f32", rows["bf16"])
     print(f"\n{name}: each beside bf16 (perplexity beside {'f32' if 'f32' in rows else 'bf16'}'s)\n")
-    print(
-        "| weights | MB | of bf16 | linear | formula | perplexity | ratio | KL | same top | prefill tok/s | of bf16 | decode tok/s | of bf16 |"
-    )
-    print("|---" * 13 + "|")
+    heads = ["weights", "MB", "of bf16", "linear", "formula", "perplexity", "ratio", "KL", "same top"]
+    heads += ["prefill tok/s", "of bf16", "decode tok/s", "of bf16"]
+    print(f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|")
     for label, row in rows.items():
         cells = [
             label,

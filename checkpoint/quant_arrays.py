@@ -9,7 +9,7 @@ import numpy as np
 from checkpoint.pieces import Coded
 from checkpoint.source import Packing
 from kernels import QuantArray
-from kernels.quant_array import RUN, STORED, pack
+from kernels.quant_array import RUN, WHOLE, pack
 
 _INTEGERS = {2: "uint2", 3: "uint3", 4: "uint4", 8: "int8"}
 _FLOATS = {np.dtype(ml_dtypes.float8_e4m3fn): "float8", np.dtype(ml_dtypes.float4_e2m1fn): "float4"}
@@ -20,7 +20,7 @@ def packing(coded: Coded) -> Packing | None:
     codes, scales, zeros = coded.packed
     width, code = codes.shape[-1], _code(coded)
     group = min(coded.block[1], width)
-    if code is None or width % group or (group % (RUN // 2) and group != width) or (code not in STORED and width % RUN):
+    if code is None or width % group or (group % (RUN // 2) and group != width) or (code not in WHOLE and width % RUN):
         return None
     order = coded.groups
     if order is not None and (np.bincount(order, minlength=width // group) != group).any():

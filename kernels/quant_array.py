@@ -28,8 +28,9 @@ PLANES = {
     "float8": (8,),
     "float4": (4,),
 }  # bits, low first
-STORED = {"int8": np.dtype(np.int8), "float8": np.dtype(ml_dtypes.float8_e4m3fn)}  # dtype of a code that is a plane by itself
+WHOLE = ("int8", "float8")  # codes that are a byte each
 FLOAT4 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)  # the 16 values of E2M1, by code
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 EXPONENTS = np.dtype(ml_dtypes.float8_e8m0fnu)  # MXFP4's scales
 
 
@@ -39,8 +40,8 @@ class QuantArray:
     """[O..., I]. Arrays have the axes O..., and in place of I:
 
     Attributes:
-      planes: the codes' bits, [..., I * bits / 8] each: those of `PLANES[code]`, several codes to a byte (`pack`). An 8-bit code is a
-        number by itself, int8 or float8_e4m3fn.
+      planes: the codes' bits, [..., I * bits / 8] each: those of `PLANES[code]`, several codes to a byte (`pack`). Those of 8 bits are int8,
+        or a float8_e4m3fn's bits, uint8: the CPU backend widens an array of such floats whole when it takes parts of it.
       scales: [..., groups]: floats in the dtype of the file they came from; small integers where there are `super_scales`.
       zeros: [..., groups], integers: the code that stands for 0, where groups differ in it. uint8, or int8 with int8 codes.
       offsets: [..., groups], added: floats, or small integers where there are `super_offsets`, which are subtracted.
@@ -183,13 +184,15 @@ def pack(codes: Any, code: str) -> tuple[Any, ...]:
     holds codes j, j + 8, j + 16 and j + 24; of 1 bit likewise.
 
     Args:
-      codes: numpy or JAX, uint8 [..., I], I a multiple of 32; int8 or float8_e4m3fn where `code` says so.
+      codes: numpy or JAX, uint8 [..., I], I a multiple of 32; int8 or float8_e4m3fn (or its bits) where `code` says so.
       code: a key of `PLANES`.
 
     Returns:
       [..., I * bits / 8] per plane.
     """
-    if code in STORED:
+    if code == "float8" and codes.dtype == FLOAT8:
+        codes = codes.view(np.uint8)
+    if code in WHOLE:
         return (codes,)
     planes, below = [], 0
     for bits in PLANES[code]:
