@@ -7,6 +7,7 @@
     python run_inference.py --task=chat
     python run_inference.py --task=convert --model=hf:Qwen/Qwen3-0.6B --out=qwen3
     python run_inference.py --task=compare --model=qwen3-folder
+    python run_inference.py --task=eval --weights=bf16 --against=f32
     python run_inference.py --mesh=model=4 --prompt "Why is the sky blue?"
 
 Text goes to standard output, a line with the numbers to standard error. The first run downloads the default model (98 MB) with pip.
@@ -26,7 +27,7 @@ from absl import app, flags, logging
 
 from runtime import UserError
 from runtime.files import check_writable, replacing
-from runtime.terminal import Interrupt, ending, fail, own_stdout, parse_flags, show, status, to_json
+from runtime.terminal import Interrupt, ending, fail, own_stdout, parse_flags, progress_bar, show, status, to_json
 from runtime.virtual import runs_on_cpu, virtual_devices
 from sharding import make_mesh, parse_mesh
 from sharding.processes import Processes, connect
@@ -34,9 +35,9 @@ from sharding.processes import Processes, connect
 TASK = flags.DEFINE_enum(
     "task",
     "generate",
-    ["generate", "chat", "convert", "compare"],
+    ["generate", "chat", "convert", "compare", "eval"],
     "generate: answer prompts; chat: talk in the terminal; convert: write the model to --out as an Orbax checkpoint; compare: run it "
-    "beside --reference and tell where the two part.",
+    "beside --reference and tell where the two part; eval: how well it predicts --text_file, and what its --weights cost.",
 )
 MODEL = flags.DEFINE_string(
     "model",
@@ -83,6 +84,14 @@ OUT = flags.DEFINE_string(
 )
 REFERENCE = flags.DEFINE_enum("reference", "transformers", ["transformers"], "What --task=compare compares with.")
 REFERENCE_MODEL = flags.DEFINE_string("reference_model", None, "The folder that the reference reads. Default: --model.")
+TEXT_FILE = flags.DEFINE_string("text_file", None, "The text that --task=eval predicts. Default: the half of configs/text that is for it.")
+MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "Predict the text's first tokens only. Default: all.")
+WINDOW = flags.DEFINE_integer("window", None, "Tokens that are read at once, in an empty cache. Default: 1024, or the model's context.")
+STRIDE = flags.DEFINE_integer(
+    "stride",
+    None,
+    "Tokens by which windows follow each other; what a window shares with the one before is not scored. Default: half of it.",
+)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Prompts of --prompt_file that decode together.")
 CAPACITY = flags.DEFINE_integer("capacity", None, "Cache slots per row. Default: what prompt and answer may need; a chat has the context.")
 STEPS = flags.DEFINE_integer("steps_per_dispatch", 8, "Tokens per dispatch of the decode loop; text arrives that many tokens at a time.")
@@ -95,6 +104,12 @@ WEIGHTS = flags.DEFINE_enum(
 )
 HEAD_WEIGHTS = flags.DEFINE_enum("head_weights", "auto", FORMATS, "Storage of embedding and head; auto as --weights, but int8 with int4.")
 WEIGHTS_GROUP = flags.DEFINE_integer("weights_group", None, "With --weights=int4: inputs that share a scale: 32, 64 or 128; default 64.")
+AGAINST = flags.DEFINE_enum(
+    "against",
+    None,
+    FORMATS,
+    "Load the model with these weights too, and compare the predictions of --weights with its own.",
+)
 COMPUTE = flags.DEFINE_enum("compute", "auto", ["auto", "f32", "bf16"], "Number format of activations; auto is f32 on CPU, bf16 elsewhere.")
 KV = flags.DEFINE_enum(
     "kv", "auto", ["auto", "f32", "bf16", "int8", "int4", "fp8"], "Number format of the KV cache; auto as for --compute."
@@ -135,6 +150,7 @@ OPTIONS = (
     *(SEED, STOP, IGNORE_EOS, LOGPROBS),
 )
 PROCESS_FLAGS = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, DISTRIBUTED)
+EVAL_FLAGS = (TEXT_FILE, AGAINST, WINDOW, STRIDE, MAX_TOKENS)
 # What processes of one run may be given differently: what names a file, which is compared by its contents, and what is each one's own.
 OWN = {flag.name for flag in (MODEL, PROMPT, MESSAGES, PROMPT_FILE, OUT, LIST_MODELS, REFERENCE_MODEL, *PROCESS_FLAGS)}
 CACHE_FLAGS = (KV, KV_GROUP, CACHE, PAGE_SIZE, KV_PAGES, PREFIX_CACHE)
@@ -144,6 +160,7 @@ HELP = {
     "sampling": (*OPTIONS[:8], LOGIT_BIAS, *OPTIONS[8:]),
     "output": (JSON, OUT, STATS),
     "comparison": (REFERENCE, REFERENCE_MODEL),
+    "evaluation": EVAL_FLAGS,
     "machine": (BATCH_SIZE, CAPACITY, STEPS, WEIGHTS, HEAD_WEIGHTS, WEIGHTS_GROUP, COMPUTE, *CACHE_FLAGS),
     "mesh": (MESH, LAYER_LOOP, EXPLAIN, *PROCESS_FLAGS),
 }
@@ -197,6 +214,8 @@ def run_task(sizes: dict[str, int] | None, processes: Processes) -> int:
     if processes.count > 1:
         placed["progress"] = agree(processes, requests)
         requests = with_seeds(requests, processes.shared_seed())
+    if TASK.value == "eval":
+        return evaluate_text(placed)
     lm = load(MODEL.value, **formats(), **placed)
     if EXPLAIN.value:
         from sampling import report
@@ -262,10 +281,14 @@ def is_given(flag: flags.FlagHolder) -> bool:
 def check_flags() -> None:
     """Flags that do not go together, and what can be judged without any other module."""
     useless = {
-        "chat": (PROMPT, MESSAGES, PROMPT_FILE, OUT, LOGPROBS, JSON, RAW, PREFIX_CACHE, *PROCESS_FLAGS),
-        "convert": (PROMPT, MESSAGES, PROMPT_FILE, LOGPROBS, JSON, RAW, SYSTEM, STATS, MESH, EXPLAIN, *PROCESS_FLAGS),
-        "compare": (MESSAGES, PROMPT_FILE, OUT, LOGPROBS, RAW, SYSTEM, STATS, MESH, EXPLAIN, *PROCESS_FLAGS),
-        "generate": (REFERENCE_MODEL,),
+        "chat": (PROMPT, MESSAGES, PROMPT_FILE, OUT, LOGPROBS, JSON, RAW, PREFIX_CACHE, *EVAL_FLAGS, *PROCESS_FLAGS),
+        "convert": (PROMPT, MESSAGES, PROMPT_FILE, LOGPROBS, JSON, RAW, SYSTEM, STATS, MESH, EXPLAIN, *EVAL_FLAGS, *PROCESS_FLAGS),
+        "compare": (MESSAGES, PROMPT_FILE, OUT, LOGPROBS, RAW, SYSTEM, STATS, MESH, EXPLAIN, *EVAL_FLAGS, *PROCESS_FLAGS),
+        "eval": (
+            *(PROMPT, MESSAGES, PROMPT_FILE, OUT, LOGPROBS, RAW, SYSTEM, PARSE_SPECIAL, STATS, EXPLAIN, REFERENCE_MODEL, CAPACITY),
+            *(KV_PAGES, PREFIX_CACHE, *PROCESS_FLAGS),
+        ),
+        "generate": (REFERENCE_MODEL, *EVAL_FLAGS),
     }
     if given := [flag for flag in useless[TASK.value] if is_given(flag)]:
         raise UserError(f"--task={TASK.value} has no use for --{given[0].name}: leave out one of the two")
@@ -275,6 +298,11 @@ def check_flags() -> None:
         raise UserError("--explain_sharding is of a mesh: add --mesh, such as --mesh=model=4")
     if DISTRIBUTED.value and (given := [flag for flag in PROCESS_FLAGS[:3] if flag.value is not None]):
         raise UserError(f"--distributed finds what --{given[0].name} says: leave out one of the two")
+    if TASK.value == "eval":
+        if CACHE.value == "paged":
+            raise UserError("--task=eval has no use for --cache=paged, which changes no prediction: leave out one of the two")
+        if AGAINST.value is not None and AGAINST.value == WEIGHTS.value:
+            raise UserError(f"--against={AGAINST.value} is what --weights is, too: give another one, such as --against=f32 --weights=bf16")
     if TASK.value == "convert":
         if OUT.value is None:
             raise UserError("--task=convert writes a folder: name it with --out=FOLDER")
@@ -285,7 +313,7 @@ def check_flags() -> None:
         raise UserError(f"--logprobs={LOGPROBS.value} has nowhere to go, as text shows none: add --json or --out=FILE")
     if len(given := [flag.name for flag in (PROMPT, MESSAGES, PROMPT_FILE) if flag.value is not None]) > 1:
         raise UserError(f"--{' and --'.join(given)} are given together: give one of them")
-    for flag in (BATCH_SIZE, STEPS, CAPACITY):
+    for flag in (BATCH_SIZE, STEPS, CAPACITY, WINDOW, STRIDE, MAX_TOKENS):
         if flag.value is not None and flag.value < 1:
             raise UserError(f"--{flag.name}={flag.value} is below 1: give at least 1")
     if OUT.value is not None:
@@ -391,6 +419,26 @@ def compare_models() -> int:
     found = compare(model, REFERENCE_MODEL.value, prompts)
     show((to_json(found.as_json(), "ascii") if JSON.value else found.table()) + "\n")
     return 0 if found.agrees else 1
+
+
+def evaluate_text(placed: dict[str, Any]) -> int:
+    from sampling import load, measure_quality
+    from sampling.evaluate import window_and_stride
+    from sampling.quality import read_evaluation_text
+
+    text, name = read_evaluation_text(TEXT_FILE.value)
+    window_and_stride(WINDOW.value, STRIDE.value)  # what no model could do, before one is fetched
+    candidates = {}
+    if AGAINST.value is not None:
+        plain = {"weights": AGAINST.value, "head_weights": "auto", "weights_group": None}
+        candidates[AGAINST.value] = load(MODEL.value, **formats() | plain, **placed)
+    candidates[WEIGHTS.value] = load(MODEL.value, **formats(), **placed)
+    candidates = {name: (lm, lm.kv_format) for name, lm in candidates.items()}
+    sizes = {"window": WINDOW.value, "stride": STRIDE.value, "max_tokens": MAX_TOKENS.value}
+    with progress_bar("Predicting", "tokens") as progress:
+        found = measure_quality(candidates, text, name=name, **sizes, progress=progress)
+    show((to_json(found.as_json(), getattr(sys.stdout, "encoding", "utf-8")) if JSON.value else found.table()) + "\n")
+    return 0
 
 
 def formats() -> dict[str, Any]:

@@ -42,7 +42,7 @@ _FORMATS = flags.DEFINE_list("formats", list(FORMATS), f"Of the cache, some of {
 _ROUNDS = flags.DEFINE_integer("rounds", 20, f"Counted calls per case; recompute has {RECOMPUTE_ROUNDS} at most.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 20_480, "Tokens of the evaluation text that quality predicts, per format.", lower_bound=1)
 _WINDOW = flags.DEFINE_integer("window", WINDOW, "Tokens that a prediction of quality may look back at.", lower_bound=1)
-_CHUNK = flags.DEFINE_integer("chunk", CHUNK, "Tokens per call of quality; a divisor of --window.", lower_bound=1)
+_CHUNK = flags.DEFINE_integer("chunk", CHUNK, "Tokens per call of quality.", lower_bound=1)
 _QUIET = flags.DEFINE_float("quiet_seconds", 5, "How long to wait before each round for other work to end.", lower_bound=0)
 _OUT = flags.DEFINE_string("out", ".", "The folder of kv.json and kv_decode_cost.png.")
 _PEERS = flags.DEFINE_list("peers", ["llama.cpp"], "Stacks of compare.py whose slope `held` measures too, given --peers_python.")

@@ -41,10 +41,12 @@ def quality(
     began = time.perf_counter()
 
     def progress(done: int) -> None:
-        if done % window == 0 or done == tokens:
+        if done and (done % window == 0 or done == tokens):
             say(f"quality: {done} of {tokens} tokens, {time.perf_counter() - began:.0f} s")
 
-    scores = sampling.evaluate(lm, ids[: tokens + unpredicted], formats, window=window, chunk=chunk, progress=progress)
+    candidates = {name: (lm, format) for name, format in formats.items()}
+    # The windows share nothing, as in every run so far.
+    scores = sampling.evaluate(candidates, ids[: tokens + unpredicted], window=window, stride=window, chunk=chunk, progress=progress)
     reference = next(iter(scores.values()))
     parts = {}
     for name, score in scores.items():

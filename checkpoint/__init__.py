@@ -1,4 +1,4 @@
-"""Floor 4: weights files: which one a name stands for, where it is fetched from, and its contents as a parameter tree."""
+"""Floor 5: weights files: which one a name stands for, where it is fetched from, and its contents as a parameter tree."""
 
 from checkpoint.download import Progress
 from checkpoint.fingerprint import fingerprint

@@ -1,4 +1,4 @@
-"""Floor 0: one operation per file, each with a plain jnp form that runs everywhere; lowerings are chosen inside the operation."""
+"""Floor 1: one operation per file, each with a plain jnp form that runs everywhere; lowerings are chosen inside the operation."""
 
 from kernels.append import append, append_pages, append_ring
 from kernels.attention import Blocks, Scoring, attention, blockwise_attention

@@ -40,8 +40,8 @@ class QuantArray:
     """[O..., I]. Arrays have the axes O..., and in place of I:
 
     Attributes:
-      planes: the codes' bits, [..., I * bits / 8] each: those of `PLANES[code]`, several codes to a byte (`pack`). Those of 8 bits are int8,
-        or a float8_e4m3fn's bits, uint8: the CPU backend widens an array of such floats whole when it takes parts of it.
+      planes: the codes' bits, [..., I * bits / 8] each: those of `PLANES[code]`, several codes to a byte (`pack`). Codes of a byte are
+        int8, or the bits of a float8_e4m3fn, uint8: the CPU backend widens an array of such floats whole when it takes parts of it.
       scales: [..., groups]: floats in the dtype of the file they came from; small integers where there are `super_scales`.
       zeros: [..., groups], integers: the code that stands for 0, where groups differ in it. uint8, or int8 with int8 codes.
       offsets: [..., groups], added: floats, or small integers where there are `super_offsets`, which are subtracted.

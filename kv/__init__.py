@@ -1,4 +1,4 @@
-"""Floor 2: the KV cache, every kind behind one method: `layer.attend(query, new, step, spec, weights) -> out, new layer`.
+"""Floor 3: the KV cache, every kind behind one method: `layer.attend(query, new, step, spec, weights) -> out, new layer`.
 
 A kind is what is kept per token (keys and values, or a latent row), where it lies (dense, ring, paged) and in what numbers (f32, bf16,
 int8, int4, fp8); any of the three goes with any of the others. The host's side of pages: `Pager`, and what it is made of.

@@ -1,4 +1,4 @@
-"""Floor 3: what a model is (`ModelConfig`), the Flax Transformer, and the two programs, `prefill` and `decode_step`."""
+"""Floor 4: what a model is (`ModelConfig`), the Flax Transformer, and the two programs, `prefill` and `decode_step`."""
 
 from model.config import AttentionConfig, IndexerConfig, LayerConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig
 from model.fit import copied, fit

@@ -1,4 +1,4 @@
-"""Floor 1: weights in few bits: how they are rounded, and what is learned from text before they are."""
+"""Floor 2: weights in few bits: how they are rounded, and what is learned from text before they are."""
 
 from quantization.schemes import GROUPS, SCHEMES, Scheme, quantize
 

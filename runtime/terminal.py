@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -71,6 +71,21 @@ def own_stdout(speaks: bool) -> None:
 def status(text: str) -> None:
     if not isinstance(sys.stdout, Muted):
         print(text, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """What to call with how much is done, and of how much: on a terminal it moves a bar on standard error that tells the time left."""
+    import tqdm
+
+    with tqdm.tqdm(desc=what, unit=f" {unit}", disable=not sys.stderr.isatty() or isinstance(sys.stdout, Muted), leave=False) as bar:
+
+        def advance(done: int, total: int) -> None:
+            if bar.total != total and not bar.disable:
+                bar.reset(total)  # the clock starts now
+            bar.update(done - bar.n)
+
+        yield advance
 
 
 def to_json(value: Any, encoding: str) -> str:

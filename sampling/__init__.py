@@ -1,4 +1,4 @@
-"""Floor 5: samplers, the decode loop, and generation at the level of text."""
+"""Floor 6: samplers, the decode loop, and generation at the level of text."""
 
 from sampling.answer import Completion, Timing, TokenLogprobs
 from sampling.conversation import Conversation
@@ -7,6 +7,7 @@ from sampling.generate import Piece, PromptError, generate, generate_each, strea
 from sampling.language_model import DEFAULT_MODEL, LanguageModel, cache_format, load
 from sampling.loop import DecodeState, Sampled, decode, first_token
 from sampling.options import SamplingOptions, SamplingParams
+from sampling.quality import Quality, measure_quality
 from sampling.sample import sample
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "LanguageModel",
     "Piece",
     "PromptError",
+    "Quality",
     "Sampled",
     "SamplingOptions",
     "SamplingParams",
@@ -30,6 +32,7 @@ __all__ = [
     "generate",
     "generate_each",
     "load",
+    "measure_quality",
     "sample",
     "stream",
 ]

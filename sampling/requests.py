@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,10 +44,11 @@ def read_messages(path: str) -> list[Any]:
     return _messages(_parse(read_text(path), path), path)
 
 
-def read_text(path: str) -> str:
-    """A UTF-8 file's text. Raises: UserError."""
+def read_text(path: str, newline: str | None = None) -> str:
+    """A UTF-8 file's text; line ends are read as `open` does it: None makes each one a newline, "" leaves them. Raises: UserError."""
     try:
-        return pathlib.Path(path).read_text(encoding="utf-8-sig")
+        with open(path, encoding="utf-8-sig", newline=newline) as file:
+            return file.read()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}): convert it first") from None
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Floor 0: logical axis names (`sharding.axes`), meshes, the rules that place arrays on them, and runs of several processes."""
+"""Floor 1: logical axis names (`sharding.axes`), meshes, the rules that place arrays on them, and runs of several processes."""
 
 import importlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Floor 4: text to token ids and back, and the chat template that a model was trained on."""
+"""Floor 5: text to token ids and back, and the chat template that a model was trained on."""
 
 from tokenizer.chat import ChatTemplate
 from tokenizer.detokenizer import StreamingDetokenizer

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -92,6 +93,10 @@ def out(name: str, path: str, *says: str, **files: Content) -> Mistake:
     return mistake(f"out: {name}", "--model=TINY", "--prompt=Hi", f"--out={path}", says=says, **files)
 
 
+def evaluation(name: str, *args: str, says: tuple[str, ...], **files: Content) -> Mistake:
+    return mistake(f"eval: {name}", "--model=TINY", "--task=eval", "--text_file=m.txt", *args, says=says, **files)
+
+
 MISTAKES = [
     mistake("empty prompt", "--prompt=", says=("--prompt", "empty", "at least one character")),
     mistake("nothing on stdin", says=("standard input", "empty")),
@@ -121,6 +126,26 @@ MISTAKES = [
     option("--json=maybe", "--json=maybe", "--help"),
     option("--weights=int3", "int3", "auto|native|f32|bf16|int8|w8a8|int4|fp8"),
     option("--task=serve", "serve", "generate|chat"),
+    *(
+        mistake(f"{flag} of an answer", "--model=TINY", "--prompt=Hi", flag, says=("--task=generate", flag.partition("=")[0]))
+        for flag in ("--text_file=m.txt", "--against=f32", "--window=64", "--stride=8", "--max_tokens=9")
+    ),
+    mistake("eval flags of a chat", "--model=TINY", "--task=chat", "--window=64", says=("--task=chat", "--window")),
+    *(
+        evaluation(f"with {flag}", flag, says=("--task=eval", flag.partition("=")[0]))
+        for flag in ("--prompt=Hi", "--prompt_file=m.txt", "--out=a.json", "--raw", "--stats", "--capacity=9", "--cache=paged")
+    ),
+    evaluation("text is missing", says=("m.txt", "check the path")),
+    evaluation("text is too short", says=("m.txt", "1 token", "at least two"), m_txt=b"H"),
+    evaluation("text is no text", says=("m.txt", "UTF-8", "byte 1"), m_txt=b"H\xff\x00"),
+    evaluation("text has what the vocabulary lacks", says=("m.txt", "'日'", "character 3"), m_txt="Hi 日".encode()),
+    evaluation("stride beyond window", "--window=8", "--stride=9", says=("stride 9", "window 8", "at most 8"), m_txt=b"Hi"),
+    evaluation("window beyond context", "--window=9000", says=("window 9000", "8192"), m_txt=b"Hi there"),
+    evaluation("no window", "--window=0", says=("--window=0", "at least 1")),
+    evaluation("no tokens", "--max_tokens=0", says=("--max_tokens=0", "at least 1")),
+    evaluation("against itself", "--weights=bf16", "--against=bf16", says=("--against=bf16", "--weights"), m_txt=b"Hi"),
+    evaluation("against what is not known", "--against=int3", says=("int3", "auto|native|f32|bf16|int8|w8a8|int4|fp8")),
+    mistake("eval of an unknown model", "--model=gpt-99", "--task=eval", says=("'gpt-99'", "smollm2-135m-instruct")),
     option("--kv=int3", "int3", "auto|f32|bf16|int8|int4|fp8"),
     option("--cache=ring", "ring", "dense|paged"),
     option("--kv_group=16", "16", "--kv=int8"),
@@ -491,6 +516,31 @@ def test_ctrl_c_while_the_chat_waits_for_a_turn_ends_it(start, tiny):
     result = session.end()
     assert result.code == 130
     assert "Traceback" not in result.err
+
+
+# Evaluation
+
+
+def test_an_evaluation_compares_weights_and_prints_only_its_result(cli, tmp_path, tiny):
+    text = "All work and no play makes Jack a dull boy.\n" * 4
+    (tmp_path / "text.txt").write_bytes(text.encode())
+    args = ["--task=eval", tiny.flag, "--text_file=text.txt", "--window=64", "--stride=48"]
+    as_json, table = cli(*args, "--weights=bf16", "--against=f32", "--json"), cli(*args, "--max_tokens=100")
+    assert (as_json.code, as_json.err, table.code, table.err) == (0, "", 0, "")
+    found = json.loads(as_json.out)
+    assert [found[key] for key in ("text", "tokens", "bytes", "window", "stride")] == ["text.txt", 4 * 44 - 1, 4 * 44 - 1, 64, 48]
+    assert list(found["candidates"]) == ["f32", "bf16"]
+    f32, bf16 = found["candidates"].values()
+    assert f32["model"] == bf16["model"] == tiny.path
+    assert f32["bits_per_byte"] == pytest.approx(math.log2(f32["perplexity"]), rel=1e-6)  # a byte a token
+    assert bf16["weight_bytes"] < 0.6 * f32["weight_bytes"]
+    assert "against" not in f32 and 1e-7 < bf16["against"]["mean_kl"] < 1e-2
+    assert bf16["against"]["perplexity_ratio"] == pytest.approx(bf16["perplexity"] / f32["perplexity"], rel=1e-6) != 1
+
+    first, _, line = table.out.splitlines()
+    assert first == f"{tiny.path} on text.txt: 100 tokens of 100 bytes, in windows of 64 tokens, stride 48"
+    assert line.split()[0] == "auto"
+    assert f32["perplexity"] / 2 < float(line.split()[1]) < 2 * f32["perplexity"]
 
 
 # Ctrl-C
