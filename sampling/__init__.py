@@ -7,6 +7,7 @@ from sampling.generate import Piece, PromptError, generate, generate_each, strea
 from sampling.language_model import DEFAULT_MODEL, LanguageModel, cache_format, load
 from sampling.loop import DecodeState, Sampled, decode, first_token
 from sampling.options import SamplingOptions, SamplingParams
+from sampling.quantize import quantize_model
 from sampling.sample import sample
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "generate",
     "generate_each",
     "load",
+    "quantize_model",
     "sample",
     "stream",
 ]
