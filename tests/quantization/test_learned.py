@@ -79,8 +79,8 @@ def test_it_begins_with_the_best_start_whatever_its_order_and_input_scales_and_e
     weights, held, inputs, targets = case
     by_gptq, by_awq = calibrated(case, INT4)
     for best, starts in ((by_gptq, [rtn(case, INT4), by_gptq]), (by_awq, [by_awq, rtn(case, INT4)])):
-        found = learn(BLOCK, weights, starts, INT4, inputs, targets, held=held, steps=60, batch=8)
-        assert loss(case, found) < 0.95 * loss(case, best) < loss(case, rtn(case, INT4))
+        found = learn(BLOCK, weights, starts, INT4, inputs, targets, held=held, steps=100, batch=8)
+        assert loss(case, found) < 0.9 * loss(case, best) < loss(case, rtn(case, INT4))
         assert (found["up"].order is None, found["up"].input_scales is None) == (best["up"].order is None, best["up"].input_scales is None)
 
 

@@ -188,7 +188,7 @@ def test_errors_name_the_value_the_limit_and_the_remedy(lm, text):
         quantize_model(lm, "magic", INT4, text)
     with pytest.raises(UserError, match=r"windows of 512 tokens are wanted of a calibration text of 150: give a longer text"):
         quantize_model(lm, "awq", INT4, text)
-    with pytest.raises(UserError, match=r"a group of 64 does not divide the 32 inputs of layer 0's attention/wqkv: give one of 16, 32"):
+    with pytest.raises(UserError, match=r"a group of 64 does not divide the 32 inputs of layer 0's attention/wo: give one of 16, 32"):
         quantize_model(lm, "rtn", Scheme("uint4", group=64))
     with pytest.raises(UserError, match=r"act_order orders GPTQ's columns, .* use --method=gptq or learned"):
         quantize_model(lm, "rtn", INT4, act_order=True)
