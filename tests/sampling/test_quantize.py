@@ -9,7 +9,7 @@ import pytest
 
 import kv
 from kernels import is_packed
-from model import MLPConfig, MoEConfig, RouterConfig, Transformer, prefill
+from model import MLAConfig, MLPConfig, MoEConfig, Rope, RouterConfig, Transformer, init_params, prefill
 from quantization import Scheme, gptq, quantize
 from runtime import UserError
 from sampling import quantize as driver
@@ -181,6 +181,24 @@ def other_model(lm, attention=None, mlp=None):
     layer = dataclasses.replace(layer, attention=attention or layer.attention, mlp=mlp or layer.mlp)
     config = dataclasses.replace(lm.config, layers=(layer,) * 2)
     return dataclasses.replace(lm, model=Transformer(config))
+
+
+def test_latent_attention_is_packed_but_for_what_the_cache_multiplies_with(lm, text):
+    mla = MLAConfig(num_heads=2, q_rank=32, kv_rank=32, nope_dim=16, rope=Rope(theta=1e4, dim=16), value_dim=16, scale=0.2)
+    latent = other_model(lm, attention=mla)
+    latent = dataclasses.replace(latent, params=init_params(latent.config, seed=2))
+    flat = driver._flat(quantize_model(latent, "gptq", INT4, text, **SHORT)["layer_1"])
+    packed = {path for path, leaf in flat.items() if is_packed(leaf)}
+    assert packed == {*(f"attention/{name}" for name in ("wq_a", "wq", "wkv_a", "wo")), "mlp/w_gate_up", "mlp/w_down"}
+    assert flat["attention/wo"].shape == (32, 32)  # [D, N * Hv]
+
+
+def test_experts_are_rounded_to_the_nearest(lm):
+    mixture = other_model(lm, mlp=MoEConfig(expert=MLPConfig(hidden=32), router=RouterConfig(num_experts=4, top_k=2)))
+    mixture = dataclasses.replace(mixture, params=init_params(mixture.config, seed=2))
+    layer = quantize_model(mixture, "rtn", INT4)["layer_0"]["mlp"]
+    assert_same(layer["w_down"], quantize(mixture.params["layer_0"]["mlp"]["w_down"], INT4))
+    assert layer["w_gate_up"].shape == (4, 2, 32, 32) and not is_packed(layer["w_router"])
 
 
 def test_errors_name_the_value_the_limit_and_the_remedy(lm, text):
