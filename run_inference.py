@@ -6,6 +6,7 @@
     python run_inference.py --prompt "Once upon a time" --raw --json
     python run_inference.py --task=chat
     python run_inference.py --task=convert --model=hf:Qwen/Qwen3-0.6B --out=qwen3
+    python run_inference.py --task=quantize --method=gptq --bits=4 --group=64 --out=smollm2-int4
     python run_inference.py --task=compare --model=qwen3-folder
     python run_inference.py --task=eval --weights=bf16 --against=f32
     python run_inference.py --mesh=model=4 --prompt "Why is the sky blue?"
@@ -35,8 +36,9 @@ from sharding.processes import Processes, connect
 TASK = flags.DEFINE_enum(
     "task",
     "generate",
-    ["generate", "chat", "convert", "compare", "eval"],
-    "generate: answer prompts; chat: talk in the terminal; convert: write the model to --out as an Orbax checkpoint; compare: run it "
+    ["generate", "chat", "convert", "quantize", "compare", "eval"],
+    "generate: answer prompts; chat: talk in the terminal; convert: write the model to --out as an Orbax checkpoint; quantize: "
+    "the same, its weights packed by --method; compare: run it "
     "beside --reference and tell where the two part; eval: how well it predicts --text_file, and what its --weights cost.",
 )
 MODEL = flags.DEFINE_string(
@@ -92,6 +94,17 @@ STRIDE = flags.DEFINE_integer(
     None,
     "Tokens by which windows follow each other; what a window shares with the one before is not scored. Default: half of it.",
 )
+METHOD = flags.DEFINE_enum(
+    "method",
+    "gptq",
+    ["rtn", "awq", "gptq", "learned"],
+    "How --task=quantize rounds: to the nearest, or by what a text shows: with scales for inputs, errors passed on, or gradient descent.",
+)
+BITS = flags.DEFINE_integer("bits", 4, "Per weight: 3, 4 or 8.")
+GROUP = flags.DEFINE_integer("group", None, "Inputs that share a scale; 0: all of a row. Default: 64, with --bits=8 all.")
+SYMMETRIC = flags.DEFINE_bool("symmetric", True, "--nosymmetric: groups have zeros of their own.")
+ACT_ORDER = flags.DEFINE_bool("act_order", False, "With --method=gptq or learned: inputs with large activations first.")
+CALIBRATION = flags.DEFINE_string("calibration", None, "The text to learn from. Default: the half of configs/text that is for it.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Prompts of --prompt_file that decode together.")
 CAPACITY = flags.DEFINE_integer("capacity", None, "Cache slots per row. Default: what prompt and answer may need; a chat has the context.")
 STEPS = flags.DEFINE_integer("steps_per_dispatch", 8, "Tokens per dispatch of the decode loop; text arrives that many tokens at a time.")
@@ -150,6 +163,7 @@ OPTIONS = (
     *(SEED, STOP, IGNORE_EOS, LOGPROBS),
 )
 PROCESS_FLAGS = (COORDINATOR, NUM_PROCESSES, PROCESS_ID, DISTRIBUTED)
+QUANTIZE_FLAGS = (METHOD, BITS, GROUP, SYMMETRIC, ACT_ORDER, CALIBRATION)
 EVAL_FLAGS = (TEXT_FILE, AGAINST, WINDOW, STRIDE, MAX_TOKENS)
 # What processes of one run may be given differently: what names a file, which is compared by its contents, and what is each one's own.
 OWN = {flag.name for flag in (MODEL, PROMPT, MESSAGES, PROMPT_FILE, OUT, LIST_MODELS, REFERENCE_MODEL, *PROCESS_FLAGS)}
@@ -161,6 +175,7 @@ HELP = {
     "output": (JSON, OUT, STATS),
     "comparison": (REFERENCE, REFERENCE_MODEL),
     "evaluation": EVAL_FLAGS,
+    "quantization": QUANTIZE_FLAGS,
     "machine": (BATCH_SIZE, CAPACITY, STEPS, WEIGHTS, HEAD_WEIGHTS, WEIGHTS_GROUP, COMPUTE, *CACHE_FLAGS),
     "mesh": (MESH, LAYER_LOOP, EXPLAIN, *PROCESS_FLAGS),
 }
@@ -216,6 +231,8 @@ def run_task(sizes: dict[str, int] | None, processes: Processes) -> int:
         requests = with_seeds(requests, processes.shared_seed())
     if TASK.value == "eval":
         return evaluate_text(placed)
+    if TASK.value == "quantize":
+        return quantize()
     lm = load(MODEL.value, **formats(), **placed)
     if EXPLAIN.value:
         from sampling import report
@@ -274,21 +291,23 @@ def list_models() -> int:
 
 
 def is_given(flag: flags.FlagHolder) -> bool:
-    """Of a flag that is off by default; 0 is a value."""
-    return flag.value is not None and flag.value is not False
+    """Whether it is not what it is by default; 0 is a value."""
+    return flag.value is not flag.default and flag.value != flag.default
 
 
 def check_flags() -> None:
     """Flags that do not go together, and what can be judged without any other module."""
+    written = (PROMPT, MESSAGES, PROMPT_FILE, LOGPROBS, JSON, RAW, SYSTEM, STATS, MESH, EXPLAIN, *EVAL_FLAGS, *PROCESS_FLAGS)
     useless = {
-        "chat": (PROMPT, MESSAGES, PROMPT_FILE, OUT, LOGPROBS, JSON, RAW, PREFIX_CACHE, *EVAL_FLAGS, *PROCESS_FLAGS),
-        "convert": (PROMPT, MESSAGES, PROMPT_FILE, LOGPROBS, JSON, RAW, SYSTEM, STATS, MESH, EXPLAIN, *EVAL_FLAGS, *PROCESS_FLAGS),
-        "compare": (MESSAGES, PROMPT_FILE, OUT, LOGPROBS, RAW, SYSTEM, STATS, MESH, EXPLAIN, *EVAL_FLAGS, *PROCESS_FLAGS),
+        "chat": (PROMPT, MESSAGES, PROMPT_FILE, OUT, LOGPROBS, JSON, RAW, PREFIX_CACHE, *EVAL_FLAGS, *QUANTIZE_FLAGS, *PROCESS_FLAGS),
+        "convert": (*written, *QUANTIZE_FLAGS),
+        "quantize": (*written, WEIGHTS, WEIGHTS_GROUP, LAYER_LOOP),
+        "compare": (MESSAGES, PROMPT_FILE, OUT, LOGPROBS, RAW, SYSTEM, STATS, MESH, EXPLAIN, *EVAL_FLAGS, *QUANTIZE_FLAGS, *PROCESS_FLAGS),
         "eval": (
             *(PROMPT, MESSAGES, PROMPT_FILE, OUT, LOGPROBS, RAW, SYSTEM, PARSE_SPECIAL, STATS, EXPLAIN, REFERENCE_MODEL, CAPACITY),
-            *(KV_PAGES, PREFIX_CACHE, *PROCESS_FLAGS),
+            *(KV_PAGES, PREFIX_CACHE, *QUANTIZE_FLAGS, *PROCESS_FLAGS),
         ),
-        "generate": (REFERENCE_MODEL, *EVAL_FLAGS),
+        "generate": (REFERENCE_MODEL, *EVAL_FLAGS, *QUANTIZE_FLAGS),
     }
     if given := [flag for flag in useless[TASK.value] if is_given(flag)]:
         raise UserError(f"--task={TASK.value} has no use for --{given[0].name}: leave out one of the two")
@@ -303,9 +322,9 @@ def check_flags() -> None:
             raise UserError("--task=eval has no use for --cache=paged, which changes no prediction: leave out one of the two")
         if AGAINST.value is not None and AGAINST.value == WEIGHTS.value:
             raise UserError(f"--against={AGAINST.value} is what --weights is, too: give another one, such as --against=f32 --weights=bf16")
-    if TASK.value == "convert":
+    if TASK.value in ("convert", "quantize"):
         if OUT.value is None:
-            raise UserError("--task=convert writes a folder: name it with --out=FOLDER")
+            raise UserError(f"--task={TASK.value} writes a folder: name it with --out=FOLDER")
         if os.path.exists(OUT.value) and (not os.path.isdir(OUT.value) or os.listdir(OUT.value)):
             raise UserError(f"--out={OUT.value} exists and is not an empty folder: name another one, or remove it")
         return
@@ -406,6 +425,25 @@ def convert(lm: Any) -> int:
     ratio = lm.load_seconds / again.load_seconds
     show(f"{OUT.value}: {lm.config.vocab_size} tokens, {len(lm.config.layers)} layers, {lm.weight_bytes / 1e6:.0f} MB of weights\n")
     show(f"load: {lm.load_seconds:.2f} s from {MODEL.value}, {again.load_seconds:.2f} s from {OUT.value} ({ratio:.2f} times as fast)\n")
+    return 0
+
+
+def quantize() -> int:
+    from sampling import load
+    from sampling.pack import pack_model, scheme_of
+
+    scheme = scheme_of(BITS.value, GROUP.value, SYMMETRIC.value)
+    lm = load(MODEL.value, **formats() | {"weights": "f32", "head_weights": "f32"})
+    with progress_bar("Quantizing", "layers") as advance:
+        done = pack_model(
+            *(lm, OUT.value, METHOD.value, scheme),
+            calibration=CALIBRATION.value,
+            act_order=ACT_ORDER.value,
+            head=HEAD_WEIGHTS.value,
+            progress=lambda done, total, seconds_left: advance(done, total),
+        )
+    before, after = lm.weight_bytes / 1e6, done.weight_bytes / 1e6
+    show(f"{OUT.value}: {after:.1f} MB of weights, {after / before:.3f} of f32's, in {done.load_seconds:.0f} s\n")
     return 0
 
 

@@ -5,6 +5,7 @@ from kernels.attention import Blocks, Scoring, attention, blockwise_attention
 from kernels.experts import experts
 from kernels.indexer import blockwise_index_scores, index_scores, top_slots
 from kernels.matmul import head_matmul, matmul
+from kernels.observed import Observed
 from kernels.packing import Packing
 from kernels.quant_array import JoinedArray, QuantArray, is_packed, take_rows, widen
 from kernels.row_major import row_major
@@ -12,6 +13,7 @@ from kernels.row_major import row_major
 __all__ = [
     "Blocks",
     "JoinedArray",
+    "Observed",
     "Packing",
     "QuantArray",
     "Scoring",

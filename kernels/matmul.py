@@ -9,12 +9,13 @@ import math
 import jax
 import jax.numpy as jnp
 
+from kernels.observed import Observed
 from kernels.operands import cpu_operands
 from kernels.quant_array import Weight, is_packed
 from kernels.quant_matmul import quant_matmul
 
 
-def matmul(x: jax.Array, w: Weight, axes: int = 1) -> jax.Array:
+def matmul(x: jax.Array, w: Weight | Observed, axes: int = 1) -> jax.Array:
     """x times w over the last `axes` axes of both, accumulated in f32.
 
     Args:
@@ -25,6 +26,9 @@ def matmul(x: jax.Array, w: Weight, axes: int = 1) -> jax.Array:
     Returns:
       [..., O...] in x's dtype.
     """
+    if isinstance(w, Observed):
+        w.see(x.reshape(*x.shape[: x.ndim - axes], -1))
+        w = w.weight
     if is_packed(w):
         return quant_matmul(x.reshape(*x.shape[: x.ndim - axes], -1), w)
     return jax.lax.platform_dependent(x, w, cpu=lambda x, w: _cpu(x, w, axes), default=lambda x, w: _xla(x, w, axes))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import QuantArray
-from kernels.quant_array import EXPONENTS, RUN, pack
+from kernels.quant_array import EXPONENTS, FLOAT4, FLOAT8, RUN, pack
 from runtime import UserError
 
 LARGEST = {"int8": 127.0, "float8": 448.0, "float4": 6.0}  # the largest code; its negative is one too
@@ -131,10 +131,17 @@ def encode(grouped: jax.Array, scales: jax.Array, zeros: jax.Array | None, schem
     return jnp.clip(jnp.round(steps) + middle, 0, 2**scheme.bits - 1)
 
 
+def decode(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, scheme: Scheme) -> jax.Array:
+    """The weights that codes stand for, f32 [..., groups, weights of one]; codes in any dtype that holds what `encode` gives."""
+    wide = jnp.asarray(FLOAT4)[codes.astype(jnp.uint8)] if scheme.code == "float4" else codes.astype(jnp.float32)
+    if scheme.code not in LARGEST:
+        wide -= 2 ** (scheme.bits - 1) if zeros is None else zeros[..., None].astype(jnp.float32)
+    return wide * scales[..., None].astype(jnp.float32)
+
+
 def assemble(codes: jax.Array, scales: jax.Array, zeros: jax.Array | None, scheme: Scheme, shape: tuple[int, ...]) -> QuantArray:
     """What `encode` and `fit_grid` made, as it is stored; `shape` is that of the weights."""
-    if scheme.code != "float8":
-        codes = codes.astype(jnp.int8 if scheme.code == "int8" else jnp.uint8)
+    codes = codes.astype({"int8": jnp.int8, "float8": FLOAT8}.get(scheme.code, jnp.uint8))
     middle = 2 ** (scheme.bits - 1) if scheme.code.startswith("uint") and zeros is None else 0
     planes = pack(codes.reshape(shape), scheme.code)
     return QuantArray(planes, scales, zeros, code=scheme.code, zero=middle, activations=scheme.activations)

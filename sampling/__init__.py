@@ -8,6 +8,7 @@ from sampling.language_model import DEFAULT_MODEL, LanguageModel, cache_format, 
 from sampling.loop import DecodeState, Sampled, decode, first_token
 from sampling.options import SamplingOptions, SamplingParams
 from sampling.quality import Quality, measure_quality
+from sampling.quantize import quantize_model
 from sampling.sample import sample
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "generate_each",
     "load",
     "measure_quality",
+    "quantize_model",
     "sample",
     "stream",
 ]

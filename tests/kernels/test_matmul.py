@@ -1,10 +1,11 @@
 """kernels.matmul against float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import head_matmul, matmul
+from kernels import Observed, head_matmul, matmul
 
 rng = np.random.default_rng(0)
 X, W = rng.normal(size=(2, 3, 4, 8)), rng.normal(size=(5, 6, 4, 8))
@@ -41,3 +42,18 @@ def test_every_head_meets_its_own_matrix(axis, T, x_dtype, w_dtype):
     got = head_matmul(x, w, axis)
     assert got.dtype == x_dtype
     np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-8 if x_dtype == "bfloat16" else 1e-5, atol=1e-5)
+
+
+def test_an_observed_weight_shows_what_its_products_read_and_changes_nothing():
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 5, 2, 4), (6, 2, 4)))
+
+    @jax.jit
+    def observed(x):
+        seen = []
+        return matmul(x, Observed(w, seen.append), axes=2), seen
+
+    out, seen = observed(x)
+    np.testing.assert_array_equal(out, jax.jit(lambda x: matmul(x, w, axes=2))(x))
+    assert len(seen) == 1
+    np.testing.assert_array_equal(seen[0], np.asarray(x).reshape(3, 5, 8))
