@@ -72,6 +72,8 @@ def quantize_model(
         raise UserError(f"--method={method} is not known: use one of {', '.join(METHODS)}")
     if act_order and method not in ("gptq", "learned"):
         raise UserError(f"act_order orders GPTQ's columns, and --method={method} has no order: use --method=gptq or learned")
+    if method == "learned" and scheme.code.startswith("float"):
+        raise UserError(f"the rounding of {scheme.code} is not learned, whose steps differ: use codes that are integers, or --method=gptq")
     if lm.placement is not None or lm.model.layer_loop != "unrolled":
         raise UserError(f"{lm.name} is split or stacked, and is quantized whole: load it on one device with layer_loop='unrolled'")
     config = lm.config

@@ -210,6 +210,8 @@ def test_errors_name_the_value_the_limit_and_the_remedy(lm, text):
         quantize_model(lm, "rtn", Scheme("uint4", group=64))
     with pytest.raises(UserError, match=r"act_order orders GPTQ's columns, .* use --method=gptq or learned"):
         quantize_model(lm, "rtn", INT4, act_order=True)
+    with pytest.raises(UserError, match=r"the rounding of float4 is not learned, .* or --method=gptq"):
+        quantize_model(lm, "learned", Scheme("float4", group=32), text)
     with pytest.raises(UserError, match="is packed already"):
         quantize_model(dataclasses.replace(lm, params=quantize_model(lm, "rtn", INT4)), "rtn", INT4)
     with pytest.raises(UserError, match="load it on one device with layer_loop='unrolled'"):
