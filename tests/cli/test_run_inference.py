@@ -97,6 +97,10 @@ def evaluation(name: str, *args: str, says: tuple[str, ...], **files: Content) -
     return mistake(f"eval: {name}", "--model=TINY", "--task=eval", "--text_file=m.txt", *args, says=says, **files)
 
 
+def packing(name: str, *args: str, says: tuple[str, ...], **files: Content) -> Mistake:
+    return mistake(f"quantize: {name}", "--model=TINY", "--task=quantize", *args, says=says, **files)
+
+
 MISTAKES = [
     mistake("empty prompt", "--prompt=", says=("--prompt", "empty", "at least one character")),
     mistake("nothing on stdin", says=("standard input", "empty")),
@@ -146,6 +150,18 @@ MISTAKES = [
     evaluation("against itself", "--weights=bf16", "--against=bf16", says=("--against=bf16", "--weights"), m_txt=b"Hi"),
     evaluation("against what is not known", "--against=int3", says=("int3", "auto|native|f32|bf16|int8|w8a8|int4|fp8")),
     mistake("eval of an unknown model", "--model=gpt-99", "--task=eval", says=("'gpt-99'", "smollm2-135m-instruct")),
+    packing("no folder", says=("--task=quantize writes a folder", "--out=FOLDER")),
+    packing("5 bits", "--out=new", "--bits=5", says=("--bits=5", "3, 4 or 8")),
+    packing("a group of 48", "--out=new", "--group=48", says=("--group=48", "multiple of 32", "32, 64 or 128")),
+    packing("an unknown method", "--out=new", "--method=magic", says=("magic", "rtn|awq|gptq|learned")),
+    packing("zeros at 8 bits", "--out=new", "--bits=8", "--nosymmetric", says=("--nosymmetric", "--bits=4")),
+    packing("a group that does not divide", "--out=new", "--group=128", "--method=rtn", says=("a group of 128", "inputs of layer 0")),
+    packing("a short text", "--out=new", "--group=32", "--calibration=m.txt", says=("calibration text", "--method=rtn"), m_txt=b"abc"),
+    packing("no such text", "--out=new", "--calibration=m.txt", says=("m.txt",)),
+    packing("rounded weights", "--out=new", "--weights=int8", says=("--task=quantize has no use for --weights",)),
+    mistake("bits without quantize", "--prompt=Hi", "--bits=3", says=("--task=generate has no use for --bits",)),
+    option("--weights_group=32", "32", "--weights=int4"),
+    option("--head_weights=int3", "int3", "auto|native"),
     option("--kv=int3", "int3", "auto|f32|bf16|int8|int4|fp8"),
     option("--cache=ring", "ring", "dense|paged"),
     option("--kv_group=16", "16", "--kv=int8"),

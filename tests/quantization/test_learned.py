@@ -64,7 +64,7 @@ def calibrated(case, scheme):
     )
 
 
-@pytest.mark.parametrize("scheme", [INT4, INT3], ids=str)
+@pytest.mark.parametrize("scheme", [INT4, pytest.param(INT3, marks=pytest.mark.slow)], ids=str)
 def test_the_blocks_output_is_nearer_than_with_rounding_to_the_nearest(case, scheme):
     weights, held, inputs, targets = case
     start = rtn(case, scheme)
@@ -75,6 +75,7 @@ def test_the_blocks_output_is_nearer_than_with_rounding_to_the_nearest(case, sch
         assert w.scales.dtype == start[name].scales.dtype and w.planes[0].dtype == np.uint8
 
 
+@pytest.mark.slow
 def test_it_begins_with_the_best_start_whatever_its_order_and_input_scales_and_ends_better(case):
     weights, held, inputs, targets = case
     by_gptq, by_awq = calibrated(case, INT4)
@@ -85,7 +86,7 @@ def test_it_begins_with_the_best_start_whatever_its_order_and_input_scales_and_e
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["gptq", "awq"])
-@pytest.mark.parametrize("scheme", [INT4, INT3, Scheme("int8")], ids=str)
+@pytest.mark.parametrize("scheme", [INT4, *(pytest.param(s, marks=pytest.mark.slow) for s in (INT3, Scheme("int8")))], ids=str)
 def test_before_the_first_step_it_is_the_start_bit_for_bit(case, scheme, which):
     start = calibrated(case, scheme)[which]
     for name, w in case[0].items():

@@ -18,6 +18,7 @@ from sampling import quantize_model
 INT4 = Scheme("uint4", group=32)
 MATRICES = {"attention/wqkv": (2, 4, 8, 32), "attention/wo": (32, 32), "mlp/w_gate_up": (2, 64, 32), "mlp/w_down": (32, 64)}
 SHORT = {"windows": 4, "window": 32}
+LEARNED = pytest.param("learned", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def rms_norm(x):  # of a norm whose scale is 1
     return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-5)
 
 
-@pytest.mark.parametrize("method", driver.METHODS)
+@pytest.mark.parametrize("method", [*(m for m in driver.METHODS if m != "learned"), LEARNED])
 def test_all_matrices_of_all_layers_are_packed_and_the_model_runs_with_them(lm, text, method):
     packed = quantize_model(lm, method, INT4, text, steps=4, **SHORT)
     for number in range(2):
@@ -104,7 +105,7 @@ def no_mlp(layer):
     return layer | {"mlp": layer["mlp"] | {"w_down": jnp.zeros_like(layer["mlp"]["w_down"])}}
 
 
-@pytest.mark.parametrize("method", ["gptq", "learned"])
+@pytest.mark.parametrize("method", ["gptq", LEARNED])
 def test_better_than_the_nearest_at_predicting_like_the_model(lm, text, method):
     def distance(params):
         tokens = np.asarray(text[:128], np.int32).reshape(4, 32)
@@ -115,7 +116,7 @@ def test_better_than_the_nearest_at_predicting_like_the_model(lm, text, method):
     assert distance(found) < 0.9 * distance(quantize_model(lm, "rtn", INT4))
 
 
-@pytest.mark.parametrize("method", ["gptq", "learned"])
+@pytest.mark.parametrize("method", ["gptq", LEARNED])
 def test_a_run_goes_on_where_it_stopped_bit_for_bit(lm, text, tmp_path, method):
     more = dict(SHORT, steps=4, act_order=True)
     whole = quantize_model(lm, method, INT4, text, **more)
@@ -183,6 +184,7 @@ def other_model(lm, attention=None, mlp=None):
     return dataclasses.replace(lm, model=Transformer(config))
 
 
+@pytest.mark.slow
 def test_latent_attention_is_packed_but_for_what_the_cache_multiplies_with(lm, text):
     mla = MLAConfig(num_heads=2, q_rank=32, kv_rank=32, nope_dim=16, rope=Rope(theta=1e4, dim=16), value_dim=16, scale=0.2)
     latent = other_model(lm, attention=mla)
@@ -193,6 +195,7 @@ def test_latent_attention_is_packed_but_for_what_the_cache_multiplies_with(lm, t
     assert flat["attention/wo"].shape == (32, 32)  # [D, N * Hv]
 
 
+@pytest.mark.slow
 def test_experts_are_rounded_to_the_nearest(lm):
     mixture = other_model(lm, mlp=MoEConfig(expert=MLPConfig(hidden=32), router=RouterConfig(num_experts=4, top_k=2)))
     mixture = dataclasses.replace(mixture, params=init_params(mixture.config, seed=2))
