@@ -49,7 +49,12 @@ def _plain(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _widened(x: jax.Array, w: QuantArray) -> jax.Array:
-    """f32 [R, O...]; the operands are in x's dtype."""
+    """f32 [R, O...]; the operands are in x's dtype.
+
+    The barrier ties the weights to the activations: else the compiler would unpack codes of less than a byte ahead of a decode loop, and
+    read the wide weights in each step.
+    """
+    x, w = jax.lax.optimization_barrier((x, w))
     dims = ((1,), (w.ndim - 1,)), ((), ())
     return jax.lax.dot_general(x, w.widen(x.dtype), dims, preferred_element_type=jnp.float32)
 

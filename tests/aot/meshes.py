@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,9 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh
 
 import kv
+from checkpoint import Storage
+from checkpoint.packed_tree import spread
+from checkpoint.placed import stored_as
 from model import (
     AttentionConfig,
     LayerConfig,
@@ -22,7 +26,10 @@ from model import (
     abstract_params,
     fit,
     prefill,
+    stacked,
+    tree_names,
 )
+from quantization import Scheme
 from sampling import DecodeState, SamplingOptions, SamplingParams, decode
 from sharding import Placement, collectives, is_names
 
@@ -46,6 +53,14 @@ LLAMA_8B, LLAMA_70B = (
     )
     for width, heads, hidden, layers in ((4096, 32, 14_336, 32), (8192, 64, 28_672, 80))
 )
+
+
+def pack_abstract(boxes: Any, scheme: Scheme) -> Any:
+    """Zeros in the places of `boxes`, the layers' matrices packed."""
+    storage = Storage(jnp.dtype(jnp.bfloat16), scheme, jnp.dtype(jnp.bfloat16))
+    flat = flax.traverse_util.flatten_dict(boxes, is_leaf=lambda _, leaf: isinstance(leaf, nn.Partitioned))
+    made = {at: stored_as(at, jnp.zeros(box.value.shape, box.value.dtype), box, storage) for at, box in flat.items()}
+    return flax.traverse_util.unflatten_dict(made)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,12 +99,14 @@ def compiled_on(
     rules: Any = None,
     auto: bool = False,
     kv_dtype: Any = jnp.bfloat16,
+    scheme: Scheme | None = None,
 ) -> OnMesh:
     """ "decode" (STEPS steps of BATCH rows) or "prefill" (CHUNK tokens of a row), in bf16, over a cache of CAPACITY slots.
 
     Args:
       rules: other ones than the mesh's own.
       auto: let the compiler choose how weights lie in memory.
+      scheme: pack the layers' matrices so.
     """
     import time
 
@@ -106,7 +123,12 @@ def compiled_on(
     def whole(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: placed((), leaf), tree)
 
-    params = jax.tree.map(lambda box: placed(box.names, box.value), boxes, is_leaf=is_box)
+    if scheme is None:
+        params = jax.tree.map(lambda box: placed(box.names, box.value), boxes, is_leaf=is_box)
+    else:
+        plain = abstract_params(config, jnp.dtype(jnp.bfloat16))
+        kept = jax.eval_shape(lambda: stacked(config, spread(pack_abstract(plain, scheme), True), layer_loop))
+        params = jax.tree.map(placed, tree_names(kept, boxes), kept, is_leaf=is_names)
     shapes = jax.eval_shape(lambda: kv.init(config, BATCH, CAPACITY, format, None, placement))
     cache = jax.tree.map(placed, shapes.logical_axes(), shapes, is_leaf=is_names)
     if program == "decode":
