@@ -11,7 +11,7 @@ import checkpoint
 from checkpoint import families, orbax_folder, tensors
 from checkpoint.placed import Storage, stored_as
 from kernels import JoinedArray, QuantArray
-from model import abstract_params
+from model import abstract_params, stacked
 from parity.compare import forward
 from quantization import SCHEMES, Scheme, quantize
 from runtime import UserError
@@ -52,15 +52,7 @@ def test_every_family_computes_with_packed_weights(name, tmp_path):
     error = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(a).max()), plain.params, widened(loaded))
     assert max(jax.tree.leaves(error)) <= 1 / 254 * 1.001  # half a step of the largest weight
     looped = checkpoint.load(folder, layers=SCHEMES["int8"], head=SCHEMES["int8"], layer_loop="scan")
-    for one, other in zip(jax.tree.leaves(looped.params), jax.tree.leaves(loaded.params), strict=False):
-        assert one.dtype == other.dtype
-    got = forward(loaded.config, loaded.params, TOKENS)[0]
-    if looped.params.keys() != loaded.params.keys():
-        from model import stacked
-
-        want = stacked(loaded.config, loaded.params, "scan")
-        jax.tree.map(np.testing.assert_array_equal, looped.params, want)
-    assert np.isfinite(got).all()
+    jax.tree.map(np.testing.assert_array_equal, looped.params, stacked(loaded.config, loaded.params, "scan"))
 
 
 WIDER = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
