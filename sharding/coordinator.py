@@ -20,6 +20,7 @@ from typing import Any
 BEAT = 1.0  # seconds between signs of life, both ways
 LOST_AFTER = 15.0  # seconds without one: longer than anything holds Python's lock, and well below half a minute
 GRACE = 3.0  # seconds in which the others may end by themselves after one ended with an error
+LATE = 5.0  # seconds in which a process that comes late is told why the others ended
 LINE = 1 << 22  # bytes of a message at most
 JAX_HEARTBEAT = 25  # seconds; behind LOST_AFTER, and only if the coordinator itself is gone: JAX's own detection aborts
 AGAIN = "start all processes again"
@@ -78,6 +79,7 @@ class Coordinator:
         self.port = port
         self.address = f"127.0.0.1:{port}" if self.local else f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
         self.peers: dict[int, Peer] = {}
+        self.greeted = 0  # processes that said who they are
         self.selector = selectors.DefaultSelector()
         self.listener = self._listen()
 
@@ -89,7 +91,7 @@ class Coordinator:
         return socket.create_server(("", self.port))
 
     def gather(self) -> str | None:
-        """Waits for every process; the reason, if they can't start together."""
+        """Waits for every process; the reason, which all were told, if they can't start together."""
         self.selector.register(self.listener, selectors.EVENT_READ)
         deadline = time.monotonic() + self.timeout
         reason = None
@@ -104,11 +106,12 @@ class Coordinator:
                 break
             for key, _ in self.selector.select(0.2):
                 if key.fileobj is self.listener:
-                    peer = Peer(self.listener.accept()[0])
-                    peer.connection.settimeout(BEAT)
-                    self.selector.register(peer.connection, selectors.EVENT_READ, peer)
+                    self._accept()
                 else:
                     reason = reason or self._greet(key.data)
+        if reason is not None:
+            self.tell(lost=reason)
+            self._tell_latecomers(reason, min(deadline, time.monotonic() + LATE))
         self.selector.unregister(self.listener)
         self.listener.close()
         for key in list(self.selector.get_map().values()):
@@ -128,6 +131,7 @@ class Coordinator:
                 continue
             index, count = message["hello"], message.get("of")
             peer.index = index
+            self.greeted += 1
             if count != self.count:
                 text = f"process {index} was given --num_processes={count}, process 0 --num_processes={self.count}: give all the same"
             elif index in self.peers:
@@ -138,6 +142,23 @@ class Coordinator:
             peer.send(lost=text)
             return text
         return None
+
+    def _accept(self) -> None:
+        peer = Peer(self.listener.accept()[0])
+        peer.connection.settimeout(BEAT)
+        self.selector.register(peer.connection, selectors.EVENT_READ, peer)
+
+    def _tell_latecomers(self, reason: str, end: float) -> None:
+        """A process that comes a little later would find nobody here, and not learn why."""
+        while self.greeted < self.count and time.monotonic() < end:
+            for key, _ in self.selector.select(0.2):
+                if key.fileobj is self.listener:
+                    self._accept()
+                elif (messages := key.data.receive()) is None:
+                    self._drop(key.data)
+                elif any("hello" in message for message in messages):
+                    self.greeted += 1
+                    key.data.send(lost=reason)
 
     def _drop(self, peer: Peer) -> None:
         self.selector.unregister(peer.connection)
@@ -242,8 +263,7 @@ def main(argv: list[str]) -> int:
         print(os.strerror(error.errno) if error.errno else error, flush=True)  # without what Python adds
         return 1
     print("listening", flush=True)
-    if reason := coordinator.gather():
-        coordinator.tell(lost=reason)
+    if coordinator.gather():
         return 1
     try:
         service = _jax.get_distributed_runtime_service(

@@ -167,19 +167,23 @@ def test_a_port_in_use_is_named(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     "arguments, line",
     [
         (("0", "1", "1"), "two processes were given --process_id=1: give each its own, from 0 to 2"),
-        (("0", "1", "2"), "process 2 was given --num_processes=4, process 0 --num_processes=3: give all the same"),
+        (("0", "2", "1"), "process 2 was given --num_processes=4, process 0 --num_processes=3: give all the same"),
     ],
 )
-def test_wrong_numbers_end_every_process(tmp_path, arguments, line):
+def test_wrong_numbers_end_every_process(tmp_path, arguments, line, late):
+    """Also one that starts when the others have ended already: it learns why."""
     address = free_address()
     started = []
     for place, index in enumerate(arguments):
         (tmp_path / str(place)).mkdir()
         count = "4" if index == "2" else "3"
+        if late and place == 2 and count != "4" and index not in arguments[:2]:
+            assert [worker.end() for worker in started] == [2, 2]
         started.append(Worker(tmp_path / str(place), [address, count, index, "0", "timeout=20"]))
     assert [worker.end() for worker in started] == [2, 2, 2]
     assert [worker.errors for worker in started] == [[f"error: {line}"]] * 3
