@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from checkpoint.quant_arrays import columns
 from checkpoint.source import Source
 from checkpoint.weight import Index, Place, Weight
 from kernels import JoinedArray, QuantArray, is_packed, widen
@@ -127,15 +128,7 @@ def _rounded(source: Source, weight: Weight, names: tuple[str, ...], placement: 
         whole = (*index[:rows], *((0, size) for size in weight.shape[rows:]))
         values = weight.cut(source, whole)
         rounded = quantize(jnp.asarray(values.reshape(*values.shape[:rows], width)), scheme)
-        (start, stop), size = index[rows], weight.shape[rows]
-        if (start, stop) == (0, size):
-            return rounded
-
-        def cut(array: jax.Array) -> jax.Array:
-            count = array.shape[-1]
-            return array if count == 1 else array[..., start * count // size : stop * count // size]
-
-        return jax.tree.map(cut, rounded)
+        return columns(rounded, *(bound * width // weight.shape[rows] for bound in index[rows]))
 
     return _assemble(weight.shape, names, placement, part, scheme.group)
 

@@ -7,7 +7,7 @@ from kernels.indexer import blockwise_index_scores, index_scores, top_slots
 from kernels.matmul import head_matmul, matmul
 from kernels.observed import Observed
 from kernels.packing import Packing
-from kernels.quant_array import JoinedArray, QuantArray, is_packed, take_rows, widen
+from kernels.quant_array import JoinedArray, QuantArray, is_packed, take_rows, widen, widen_float8
 from kernels.row_major import row_major
 
 __all__ = [
@@ -32,4 +32,5 @@ __all__ = [
     "take_rows",
     "top_slots",
     "widen",
+    "widen_float8",
 ]

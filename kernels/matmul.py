@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kernels.observed import Observed
 from kernels.operands import cpu_operands
-from kernels.quant_array import Weight, is_packed
+from kernels.quant_array import JoinedArray, QuantArray, Weight
 from kernels.quant_matmul import quant_matmul
 
 
@@ -29,7 +29,9 @@ def matmul(x: jax.Array, w: Weight | Observed, axes: int = 1) -> jax.Array:
     if isinstance(w, Observed):
         w.see(x.reshape(*x.shape[: x.ndim - axes], -1))
         w = w.weight
-    if is_packed(w):
+    if isinstance(w, JoinedArray):
+        return jnp.concatenate([matmul(x, part, axes) for part in w.parts], x.ndim - axes + w.axis)
+    if isinstance(w, QuantArray):
         return quant_matmul(x.reshape(*x.shape[: x.ndim - axes], -1), w)
     return jax.lax.platform_dependent(x, w, cpu=lambda x, w: _cpu(x, w, axes), default=lambda x, w: _xla(x, w, axes))
 

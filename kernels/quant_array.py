@@ -34,9 +34,28 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 EXPONENTS = np.dtype(ml_dtypes.float8_e8m0fnu)  # MXFP4's scales
 
 
+class _Packed:
+    """What both kinds of packed weights tell as an array would; `shape` is their own."""
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantArray:
+class QuantArray(_Packed):
     """[O..., I]. Arrays have the axes O..., and in place of I:
 
     Attributes:
@@ -72,21 +91,6 @@ class QuantArray:
     def shape(self) -> tuple[int, ...]:
         return (*self.planes[0].shape[:-1], self.planes[0].shape[-1] * 8 // PLANES[self.code][0])
 
-    @property
-    def ndim(self) -> int:
-        return self.planes[0].ndim
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
     def replace(self, **changes: Any) -> "QuantArray":
         return dataclasses.replace(self, **changes)
 
@@ -119,7 +123,7 @@ class QuantArray:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class JoinedArray:
+class JoinedArray(_Packed):
     """Weights of one matrix that are stored in different formats, such as a query's, a key's and a value's.
 
     Attributes:
@@ -136,21 +140,6 @@ class JoinedArray:
         whole[self.axis] = sum(part.shape[self.axis] for part in self.parts)
         return tuple(whole)
 
-    @property
-    def ndim(self) -> int:
-        return self.parts[0].ndim
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
     def widen(self, dtype: jnp.dtype = jnp.float32) -> jax.Array:
         """As of `QuantArray`."""
         return jnp.concatenate([widen(part, dtype) for part in self.parts], self.axis)
@@ -160,7 +149,7 @@ Weight = jax.Array | QuantArray | JoinedArray
 
 
 def is_packed(w: Any) -> bool:
-    return isinstance(w, QuantArray | JoinedArray)
+    return isinstance(w, _Packed)
 
 
 def widen(w: Weight, dtype: jnp.dtype) -> jax.Array:

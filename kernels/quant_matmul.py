@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from kernels.operands import cpu_operands
-from kernels.quant_array import JoinedArray, QuantArray
+from kernels.quant_array import QuantArray
 
 _BLOCK = 2**20  # weights that the CPU widens at once: 4 MiB
 _LEAST_ROWS = 4  # of int8 products: with fewer, XLA's CPU dot takes a naive loop
 BARE = 127.0  # the largest code of an activation
 
 
-def quant_matmul(x: jax.Array, w: QuantArray | JoinedArray) -> jax.Array:
+def quant_matmul(x: jax.Array, w: QuantArray) -> jax.Array:
     """x times w over the last axis of both.
 
     Args:
@@ -28,9 +28,6 @@ def quant_matmul(x: jax.Array, w: QuantArray | JoinedArray) -> jax.Array:
     Returns:
       [..., O...] in x's dtype. Sums are f32 (int32 of int8 products).
     """
-    if isinstance(w, JoinedArray):
-        parts = [quant_matmul(x, part) if isinstance(part, QuantArray) else _plain(x, part) for part in w.parts]
-        return jnp.concatenate(parts, x.ndim - 1 + w.axis)
     lead, outs = x.shape[:-1], w.shape[:-1]
     if w.input_scales is not None:
         x = (x.astype(jnp.float32) * w.input_scales.astype(jnp.float32)).astype(x.dtype)
@@ -40,12 +37,6 @@ def quant_matmul(x: jax.Array, w: QuantArray | JoinedArray) -> jax.Array:
     rows = x.reshape(math.prod(lead), x.shape[-1])
     out = _int8(rows, w) if w.activations else jax.lax.platform_dependent(rows, w, cpu=_widened_cpu, default=_widened)
     return out.reshape(*lead, *outs).astype(x.dtype)
-
-
-def _plain(x: jax.Array, w: jax.Array) -> jax.Array:
-    from kernels.matmul import matmul
-
-    return matmul(x, w)
 
 
 def _widened(x: jax.Array, w: QuantArray) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from kernels import widen_float8
 from runtime import UserError
 
 INT8, INT4, FP8 = np.dtype(np.int8), np.dtype(ml_dtypes.int4), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -111,7 +112,7 @@ class Quantized:
             nibbles = (values.reshape(*before, groups, 1, -1, *after) >> shifts) & 15  # a broadcast, since joining costs branches
             wide = nibbles.astype(jnp.float32)
         elif values.dtype == jnp.uint8:
-            wide = _widen_fp8(values)
+            wide = widen_float8(values)
         else:
             wide = values.astype(jnp.float32)
         wide = wide.reshape(*before, groups, -1, *after)
@@ -122,13 +123,6 @@ class Quantized:
 
 
 Codec = Plain | Quantized
-
-
-def _widen_fp8(bits: jax.Array) -> jax.Array:
-    """The f32 of e4m3's bits: placed as f16's, whose exponent is biased by 8 more. The CPU backend's own conversion takes many steps."""
-    wide = bits.astype(jnp.uint16)
-    half = jax.lax.bitcast_convert_type((wide & 0x80) << 8 | (wide & 0x7F) << 7, jnp.float16)
-    return half.astype(jnp.float32) * 256.0
 
 
 def _scale(x: jax.Array) -> jax.Array:

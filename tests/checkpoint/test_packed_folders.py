@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 
 import checkpoint
-from checkpoint import families, tensors
+from checkpoint import families
 from kernels import QuantArray
 from parity.compare import forward
 from tests.checkpoint import packed_writers as writers
+from tests.checkpoint import small_model
 from tests.checkpoint.conftest import safetensors
-from tests.parity import fixture as fixtures
 
-WIDER = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 GROUP = 32
 TOKENS = np.arange(3, 40, dtype=np.int32)
 QUANTIZATION = {
@@ -25,24 +24,16 @@ QUANTIZATION = {
 }
 
 
-class Nameless:
-    """A source that no fused tensors are named in."""
-
-    def names(self):
-        return set()
-
-
 @pytest.fixture
 def write(tmp_path):
     """write(kind, pack) -> a folder, and its matrices in f32 by name."""
 
     def write(kind, pack):
-        config = fixtures.read("llama3").config | WIDER | {"quantization_config": QUANTIZATION[kind]}
+        config = small_model.config() | {"quantization_config": QUANTIZATION[kind]}
         model, rng = families.model_config(config, tmp_path), np.random.default_rng(0)
-        needed = {part for weight in tensors.weights(model, tensors.Names(), Nameless()) for part in weight.parts}
         orders = {width: rng.permutation(width) // GROUP for width in (64, 96)}  # of each input, its group: one for all that share inputs
         stored, plain = {}, {}
-        for name, shape in sorted(needed):
+        for name, shape in small_model.shapes(model):
             if "_proj" not in name:
                 stored[name] = plain[name] = rng.normal(size=shape).astype(np.float32)
                 continue

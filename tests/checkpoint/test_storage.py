@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import checkpoint
-from checkpoint import families, orbax_folder, tensors
+from checkpoint import families, orbax_folder
 from checkpoint.placed import Storage, stored_as
 from kernels import JoinedArray, QuantArray
 from model import abstract_params, stacked
 from parity.compare import forward
 from quantization import SCHEMES, Scheme, quantize
 from runtime import UserError
-from tests.checkpoint import gguf_converter
+from tests.checkpoint import gguf_converter, small_model
 from tests.parity import fixture as fixtures
 
 F32 = jnp.dtype(jnp.float32)
@@ -55,7 +55,6 @@ def test_every_family_computes_with_packed_weights(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, looped.params, stacked(loaded.config, loaded.params, "scan"))
 
 
-WIDER = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TYPES = {"attn_q": "Q4_1", "attn_k": "Q4_1", "attn_v": "Q8_0", "attn_output": "Q5_0", "ffn_gate": "Q4_0", "ffn_up": "Q4_0"}
 TYPES |= {"ffn_down": "Q5_1", "token_embd": "Q8_0"}
 
@@ -63,10 +62,9 @@ TYPES |= {"ffn_down": "Q5_1", "token_embd": "Q8_0"}
 @pytest.fixture
 def write_mixed(tmp_path):
     """write(name, **types) -> path of a GGUF file of Llama's family, whose matrices are packed in several types."""
-    config = fixtures.read("llama3").config | WIDER
+    config = small_model.config()
     model, rng = families.model_config(config, tmp_path), np.random.default_rng(0)
-    needed = {part for weight in tensors.weights(model, tensors.Names(), _Nameless()) for part in weight.parts}
-    weights = {name: rng.normal(size=shape).astype(np.float32) * 0.2 for name, shape in sorted(needed)}
+    weights = {name: rng.normal(size=shape).astype(np.float32) * 0.2 for name, shape in small_model.shapes(model)}
 
     def write(name, **types):
         packed = {}
@@ -79,13 +77,6 @@ def write_mixed(tmp_path):
         return gguf_converter.write(tmp_path / name, config, weights, tensors=packed)
 
     return write
-
-
-class _Nameless:
-    """A source that no fused tensors are named in."""
-
-    def names(self):
-        return set()
 
 
 @pytest.fixture
