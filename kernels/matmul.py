@@ -9,10 +9,12 @@ import math
 import jax
 import jax.numpy as jnp
 
+from kernels.native_matmul import native_matmul
 from kernels.observed import Observed
 from kernels.operands import cpu_operands
 from kernels.quant_array import JoinedArray, QuantArray, Weight
 from kernels.quant_matmul import quant_matmul
+from kernels.tiled_array import TiledArray
 
 
 def matmul(x: jax.Array, w: Weight | Observed, axes: int = 1) -> jax.Array:
@@ -31,6 +33,8 @@ def matmul(x: jax.Array, w: Weight | Observed, axes: int = 1) -> jax.Array:
         w = w.weight
     if isinstance(w, JoinedArray):
         return jnp.concatenate([matmul(x, part, axes) for part in w.parts], x.ndim - axes + w.axis)
+    if isinstance(w, TiledArray):
+        return native_matmul(x.reshape(*x.shape[: x.ndim - axes], -1), w)
     if isinstance(w, QuantArray):
         return quant_matmul(x.reshape(*x.shape[: x.ndim - axes], -1), w)
     return jax.lax.platform_dependent(x, w, cpu=lambda x, w: _cpu(x, w, axes), default=lambda x, w: _xla(x, w, axes))

@@ -34,7 +34,7 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 EXPONENTS = np.dtype(ml_dtypes.float8_e8m0fnu)  # MXFP4's scales
 
 
-class _Packed:
+class Packed:
     """What both kinds of packed weights tell as an array would; `shape` is their own."""
 
     @property
@@ -55,7 +55,7 @@ class _Packed:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantArray(_Packed):
+class QuantArray(Packed):
     """[O..., I]. Arrays have the axes O..., and in place of I:
 
     Attributes:
@@ -123,7 +123,7 @@ class QuantArray(_Packed):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class JoinedArray(_Packed):
+class JoinedArray(Packed):
     """Weights of one matrix that are stored in different formats, such as a query's, a key's and a value's.
 
     Attributes:
@@ -149,7 +149,7 @@ Weight = jax.Array | QuantArray | JoinedArray
 
 
 def is_packed(w: Any) -> bool:
-    return isinstance(w, _Packed)
+    return isinstance(w, Packed)
 
 
 def widen(w: Weight, dtype: jnp.dtype) -> jax.Array:
@@ -161,6 +161,8 @@ def take_rows(w: Weight, indices: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Entries of w [V, ...], those past its end being the last: [*indices.shape, ...] in `dtype`. Only they are read."""
     if isinstance(w, QuantArray):
         return w.map_rows(lambda array: jnp.take(array, indices, axis=0, mode="clip")).widen(dtype)
+    if is_packed(w) and hasattr(w,'take_rows'):
+        return w.take_rows(indices).widen(dtype)
     if isinstance(w, JoinedArray):
         if not w.axis:
             raise ValueError("rows of parts that follow one another are not looked up")

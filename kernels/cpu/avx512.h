@@ -1,0 +1,84 @@
+// Vectors of 16 numbers, for AVX-512 with VNNI.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace diptych::avx512 {
+
+constexpr int kTokens = 8;  // rows of activations that are multiplied at once
+
+struct Floats {
+  __m512 v;
+};
+struct Ints {
+  __m512i v;
+};
+struct Bytes {  // 16 x 4
+  __m512i v;
+};
+
+inline Floats zeros() { return {_mm512_setzero_ps()}; }
+inline Floats broadcast(float x) { return {_mm512_set1_ps(x)}; }
+inline Ints broadcast(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x.v); }
+inline void store_first(float* p, Floats x, int count) { _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << count) - 1), x.v); }
+inline Floats load_first(const float* p, int count) { return {_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), p)}; }
+inline Floats add(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Floats sub(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Floats mul(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Floats abs(Floats a) { return {_mm512_abs_ps(a.v)}; }
+inline float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
+inline float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
+inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
+inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline Ints round_to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
+inline void store_bytes(int8_t* p, Ints a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
+inline Floats from_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline Floats from_bfloat(const uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
+}
+inline Floats from_unsigned(const uint8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+inline Floats from_signed(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+inline Floats from_exponent(const uint8_t* p) {  // 2^(e - 127); of e = 0 the next larger, which no weight needs
+  const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_max_epi32(e, _mm512_set1_epi32(1)), 23))};
+}
+
+inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+template <int kShift, int kMask>
+inline Bytes bits(Bytes a) {  // of every byte
+  const __m512i moved = kShift == 0 ? a.v : _mm512_srli_epi16(a.v, kShift);
+  return {_mm512_and_si512(moved, _mm512_set1_epi8(static_cast<char>(kMask)))};
+}
+template <int kShift>
+inline Bytes above(Bytes low, Bytes high) {  // low | high << kShift
+  return {_mm512_or_si512(low.v, _mm512_slli_epi16(high.v, kShift))};
+}
+inline Bytes look_up(const uint8_t (&table)[16], Bytes index) {
+  const __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm512_shuffle_epi8(t, index.v)};
+}
+template <int kByte>
+inline Ints byte_of_each(Bytes a) {
+  return {_mm512_and_si512(_mm512_srli_epi32(a.v, 8 * kByte), _mm512_set1_epi32(255))};
+}
+struct Four {  // activations, the same for all rows
+  __m512i v;
+};
+inline Four four(const int8_t* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return {_mm512_set1_epi32(x)};
+}
+inline Ints dot(Ints sum, Bytes w, Four x) { return {_mm512_dpbusd_epi32(sum.v, w.v, x.v)}; }
+
+}  // namespace diptych::avx512

@@ -1,0 +1,59 @@
+// Products with tiled weights: what the lowerings for each instruction set are given. The layout is that of `kernels.tiled_array`.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace diptych {
+
+constexpr int kRows = 16;   // of a tile: outputs that are computed at once
+constexpr int kBlock = 32;  // inputs that share a scale of rounded activations
+constexpr int kChunk = 4;   // inputs whose products one instruction adds up
+
+enum class Code : int32_t { kU4 = 4, kU8 = 8, kU5 = 41, kU6 = 42, kF4 = 40, kBF16 = 16 };
+enum class Number : int32_t { kNone, kF16, kBF16, kF32, kU8, kS8, kExponent };
+
+struct Values {  // one number per row of a tile and group: [tiles, groups, 16]
+  const void* data = nullptr;
+  Number number = Number::kNone;
+};
+
+struct Weights {
+  Code code;
+  int64_t outs, inputs;    // O and I
+  int64_t groups, supers;  // of a row
+  int32_t zero;
+  const uint8_t* planes[2];
+  Values scales, zeros, offsets, super_scales, super_offsets;
+
+  int64_t tiles() const { return (outs + kRows - 1) / kRows; }
+  int64_t blocks() const { return inputs / kBlock; }
+};
+
+// Activations [rows, inputs] as the products read them.
+struct Rows {
+  const float* x;
+  int64_t count;
+  // Of rounded ones, by row and block of inputs (`whole`: one scale for the row):
+  bool rounded, whole;
+  int8_t* codes;    // [count, inputs]
+  float* scales;    // [count, blocks], or [count]
+  int32_t* sums;    // [count, blocks, 2]: of codes, for each half of a block
+};
+
+// Memory of this thread's own, which stays for its next call with the same use; aligned to 64 bytes. Not a template of the standard
+// library: one that is instantiated where a newer instruction set is allowed would serve all callers.
+enum class Use { kRows, kTile, kScores, kPartial, kCount };
+void* Scratch(Use use, size_t bytes);
+
+using RoundRows = void (*)(const Rows&, int64_t inputs, int64_t first, int64_t last);
+using MultiplyTiles = void (*)(const Weights&, const Rows&, float* out, int64_t first, int64_t last);
+
+struct MatmulKernels {
+  RoundRows round;        // rows [first, last): fills codes, scales and sums
+  MultiplyTiles multiply; // tiles [first, last): out[rows, outs] = x times w
+};
+
+extern const MatmulKernels kMatmulAvx2, kMatmulAvx512;
+
+}  // namespace diptych

@@ -1,0 +1,15 @@
+#include <type_traits>
+
+#include "matmul.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#include "avx2.h"
+namespace diptych::avx2 {
+#include "matmul.inc"
+}
+#pragma GCC pop_options
+
+namespace diptych {
+const MatmulKernels kMatmulAvx2 = {avx2::round_rows, avx2::multiply};
+}
