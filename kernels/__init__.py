@@ -5,6 +5,7 @@ from kernels.attention import Blocks, Scoring, attention, blockwise_attention
 from kernels.experts import experts
 from kernels.indexer import blockwise_index_scores, index_scores, top_slots
 from kernels.matmul import head_matmul, matmul
+from kernels.native_attention import attend_cache
 from kernels.observed import Observed
 from kernels.packing import Packing
 from kernels.quant_array import JoinedArray, QuantArray, is_packed, take_rows, widen, widen_float8
@@ -20,6 +21,7 @@ __all__ = [
     "append",
     "append_pages",
     "append_ring",
+    "attend_cache",
     "attention",
     "blockwise_attention",
     "blockwise_index_scores",

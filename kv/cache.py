@@ -9,6 +9,7 @@ import numpy as np
 from flax import struct
 
 from kv.format import Format
+from kv.codec import Plain
 from kv.fresh import Fresh
 from kv.latent import LatentLayer
 from kv.layer import KeyValueLayer, Layer, Tensor
@@ -152,7 +153,10 @@ def _empty(config, batch, capacity, format, pages, placement):
         layout = layout_of(spec, capacity, format, windows, placement)
         rows, slots = layout.shape(batch, pools[layout.group] if isinstance(layout, Paged) else None)
         tensors = {name: Tensor.init(tensor, (layers, rows), slots, format, placement) for name, tensor in spec.tensors.items()}
-        return (LatentLayer if isinstance(spec, LatentSpec) else KeyValueLayer)(tensors=tensors, layout=layout, placement=placement)
+        if isinstance(spec, LatentSpec):
+            return LatentLayer(tensors=tensors, layout=layout, placement=placement)
+        native = format.kernels == "native" and isinstance(format.codec, Plain) and placement is None
+        return KeyValueLayer(tensors=tensors, layout=layout, placement=placement, native=native)
 
     width = -(-capacity // format.page_size) if windows else 0
     return Cache(

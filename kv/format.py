@@ -29,6 +29,7 @@ class Format:
       group: channels of a head that share a scale; of the quantized formats.
       page_size: C, tokens per page of a pool that all rows share; None gives every row slots of its own.
       margin: tokens that a row can be rewound by: layers with a window keep that many besides it.
+      kernels: "native" has keys and values of f32 and bf16 written and read by `kernels.cpu`; "xla" by what JAX compiles.
     """
 
     dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable
@@ -39,6 +40,7 @@ class Format:
     group: int = 32
     page_size: int | None = None
     margin: int = 64
+    kernels: str = "xla"
 
     def __post_init__(self):
         for name in ("key_order", "value_order"):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from kernels import Blocks, Packing, blockwise_attention
+from kernels import Blocks, Packing, attend_cache, blockwise_attention
 from kv.codec import Codec
 from kv.format import Format
 from kv.layout import Layout, Reader, new_rows
@@ -192,11 +192,35 @@ class Layer(struct.PyTreeNode):
 class KeyValueLayer(Layer):
     """Keys and values of every head: queries are `Query`, new rows `KeyValue`, weights the sinks [K, G] or None (see `kernels.Scoring`)."""
 
+    native: bool = struct.field(pytree_node=False, default=False)  # its arrays are written and read by `kernels.attend_cache`
+
     NAMES = (
         Query(q=(axes.BATCH, None, axes.HEADS, None)),
         KeyValue(k=(axes.BATCH, None, axes.KV_HEADS, None), v=(axes.BATCH, None, axes.KV_HEADS, None)),
         (axes.KV_HEADS, axes.Q_PER_KV),
     )
+
+    def attend_here(self, query, new, step, spec, weights, whole):
+        if not self.native:
+            return super().attend_here(query, new, step, spec, weights, whole)
+        keys, values = self.tensors["k"], self.tensors["v"]
+        out, *written = attend_cache(
+            query.q,
+            new,
+            keys.parts[0],
+            values.parts[0],
+            self.layer,
+            step.rows,
+            step.tables[self.layout.group] if self.layout.kind == "paged" else None,
+            step.start,
+            step.count,
+            step.limit(query.q.shape[1]),
+            spec.scoring(weights),
+            self.layout.kind,
+            after=whole,
+        )
+        tensors = {"k": keys.replace(parts=(written[0],)), "v": values.replace(parts=(written[1],))}
+        return out, self.replace(tensors=tensors)
 
     def answer(self, query, new, step, spec, weights):
         def read(block, where):

@@ -22,16 +22,16 @@ def instruction_set() -> str | None:
     return found
 
 
-def call(name: str, out: Any, *arrays: jax.Array, aliases: dict[int, int] | None = None, **attributes: int) -> Any:
+def call(name: str, out: Any, *arrays: jax.Array, aliases: dict[int, int] | None = None, **attributes: int | float) -> Any:
     """What a handler gives.
 
     Args:
       name: the handler's.
       out: `jax.ShapeDtypeStruct`s of what it gives.
       aliases: inputs by number whose memory an output by number takes.
-      attributes: passed as int32.
+      attributes: passed as int32 or f32.
     """
     if instruction_set() is None:
         raise RuntimeError("no native kernels here: they are not built, or the CPU has no AVX2")
-    told = {key: np.int32(value) for key, value in attributes.items()}
+    told = {key: np.float32(value) if isinstance(value, float) else np.int32(value) for key, value in attributes.items()}
     return jax.ffi.ffi_call(name, out, input_output_aliases=aliases)(*arrays, **told)

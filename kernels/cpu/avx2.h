@@ -8,6 +8,7 @@
 namespace diptych::avx2 {
 
 constexpr int kTokens = 2;
+constexpr int kQueries = 1;
 
 struct Floats {
   __m256 a, b;
@@ -45,6 +46,21 @@ inline Floats max(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_
 inline Floats abs(Floats x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline Floats div(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline Floats min(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline __m256 times_power(__m256 x, __m256i n) {
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(n, 23)));
+}
+inline Floats times_power(Floats x, Ints n) { return {times_power(x.a, n.a), times_power(x.b, n.b)}; }
+inline __m256i bfloats(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0), _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+inline void store_bfloats(uint16_t* p, Floats x) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(bfloats(x.a), bfloats(x.b)), 0xD8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
 }
 inline float largest(Floats x) {
   float each[8];

@@ -7,7 +7,8 @@
 
 namespace diptych::avx512 {
 
-constexpr int kTokens = 8;  // rows of activations that are multiplied at once
+constexpr int kTokens = 8;   // rows of activations that are multiplied at once
+constexpr int kQueries = 6;  // rows of queries
 
 struct Floats {
   __m512 v;
@@ -32,6 +33,18 @@ inline Floats mul(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Floats abs(Floats a) { return {_mm512_abs_ps(a.v)}; }
+inline Floats div(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Floats times_power(Floats a, Ints n) {  // a * 2^n
+  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_slli_epi32(n.v, 23)))};
+}
+inline void store_bfloats(uint16_t* p, Floats a) {  // to the nearest, ties to even; a nan stays one
+  const __m512i bits = _mm512_castps_si512(a.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
+  const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC0))));
+}
 inline float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
 inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }

@@ -1,5 +1,6 @@
 #include <type_traits>
 
+#include "attention.h"
 #include "matmul.h"
 
 #pragma GCC push_options
@@ -7,9 +8,11 @@
 #include "avx2.h"
 namespace diptych::avx2 {
 #include "matmul.inc"
+#include "attention.inc"
 }
 #pragma GCC pop_options
 
 namespace diptych {
 const MatmulKernels kMatmulAvx2 = {avx2::round_rows, avx2::multiply};
-}
+const AttentionKernels kAttentionAvx2 = {avx2::append, avx2::answer};
+}  // namespace diptych

@@ -1,5 +1,6 @@
 #include <type_traits>
 
+#include "attention.h"
 #include "matmul.h"
 
 #pragma GCC push_options
@@ -7,9 +8,11 @@
 #include "avx512.h"
 namespace diptych::avx512 {
 #include "matmul.inc"
+#include "attention.inc"
 }
 #pragma GCC pop_options
 
 namespace diptych {
 const MatmulKernels kMatmulAvx512 = {avx512::round_rows, avx512::multiply};
-}
+const AttentionKernels kAttentionAvx512 = {avx512::append, avx512::answer};
+}  // namespace diptych

@@ -1,0 +1,81 @@
+"""`attend_cache`: new rows into a cache and answers out of it, in C++ (`kernels/cpu/attention.inc`)."""
+
+import jax
+import jax.numpy as jnp
+
+from kernels import cpu
+from kernels.attention import Scoring
+
+LAYOUTS = ("dense", "ring", "paged")
+
+
+def attend_cache(
+    q: jax.Array,
+    new: tuple[jax.Array, jax.Array] | None,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array | int,
+    rows: jax.Array | None,
+    table: jax.Array | None,
+    start: jax.Array,
+    count: jax.Array,
+    limit: jax.Array,
+    scoring: Scoring,
+    layout: str,
+    after: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Writes a call's keys and values in place, and answers its queries.
+
+    Args:
+      q: [B, T, N, H].
+      new: keys [B, T', K, H] and values [B, T', K, V], or None to read only.
+      keys: [L, X, K, H, S], f32 or the bits of bf16 as uint16; X rows or pages.
+      values: [L, X, K, S, V], likewise.
+      layer: which of the L.
+      rows: int32 [B], the cache's row of each; None: row b is row b.
+      table: int32 [B, M], the pages of each row; None: rows have slots of their own.
+      start, count: int32 [B], tokens held before and new ones.
+      limit: int32 [B, T], the last position that each query sees; below 0: none.
+      scoring: without `allowed` and `spread`.
+      layout: "dense", "ring" or "paged".
+      after: the queries see the new rows in the cache; False: beside it, since they may take the place of what is seen. Either way as they
+        are stored.
+
+    Returns:
+      [B, T, N, V] in q's dtype, 0 where a query sees nothing; keys; values.
+    """
+    B, T, N, H = q.shape
+    L, X, K, _, _ = keys.shape
+    V = values.shape[-1]
+    f32, i32 = jnp.float32, jnp.int32
+    new_keys, new_values = (jnp.zeros((B, 0, K, H), f32), jnp.zeros((B, 0, K, V), f32)) if new is None else new
+    rows = jnp.arange(B, dtype=i32) if rows is None else rows
+    table = jnp.zeros((B, 0), i32) if table is None else table
+    sinks = jnp.zeros((0,), f32) if scoring.sinks is None else scoring.sinks.reshape(-1).astype(f32)
+    out, keys, values = cpu.call(
+        "diptych_attend",
+        (
+            jax.ShapeDtypeStruct((B, T, N, V), f32),
+            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
+            jax.ShapeDtypeStruct(values.shape, values.dtype),
+        ),
+        keys,
+        values,
+        q.astype(f32),
+        new_keys.astype(f32),
+        new_values.astype(f32),
+        jnp.asarray(layer, i32).reshape(1),
+        rows,
+        table,
+        start,
+        count,
+        limit,
+        sinks,
+        aliases={0: 1, 1: 2},
+        layout=LAYOUTS.index(layout),
+        window=scoring.window or 0,
+        scale=float(scoring.scale),
+        softcap=float(scoring.softcap or 0.0),
+        after=int(after),
+    )
+    return out.astype(q.dtype), keys, values
