@@ -4,8 +4,9 @@ from kernels.append import append, append_pages, append_ring
 from kernels.attention import Blocks, Scoring, attention, blockwise_attention
 from kernels.experts import experts
 from kernels.indexer import blockwise_index_scores, index_scores, top_slots
-from kernels.matmul import head_matmul, matmul
+from kernels.matmul import gated_matmul, head_matmul, matmul
 from kernels.native_attention import attend_cache
+from kernels.norm import Normed, plain, rms_norm
 from kernels.observed import Observed
 from kernels.packing import Packing
 from kernels.quant_array import JoinedArray, QuantArray, is_packed, take_rows, widen, widen_float8
@@ -14,6 +15,7 @@ from kernels.row_major import row_major
 __all__ = [
     "Blocks",
     "JoinedArray",
+    "Normed",
     "Observed",
     "Packing",
     "QuantArray",
@@ -26,10 +28,13 @@ __all__ = [
     "blockwise_attention",
     "blockwise_index_scores",
     "experts",
+    "gated_matmul",
     "head_matmul",
     "index_scores",
     "is_packed",
     "matmul",
+    "plain",
+    "rms_norm",
     "row_major",
     "take_rows",
     "top_slots",

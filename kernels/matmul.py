@@ -5,11 +5,13 @@ the left operand.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from kernels.native_matmul import native_matmul
+from kernels.native_matmul import can_gate, native_matmul
+from kernels.norm import Normed, plain
 from kernels.observed import Observed
 from kernels.operands import cpu_operands
 from kernels.quant_array import JoinedArray, QuantArray, Weight
@@ -17,24 +19,50 @@ from kernels.quant_matmul import quant_matmul
 from kernels.tiled_array import TiledArray
 
 
-def matmul(x: jax.Array, w: Weight | Observed, axes: int = 1) -> jax.Array:
+def matmul(x: jax.Array | Normed, w: Weight | Observed, axes: int = 1, residual: jax.Array | None = None) -> jax.Array:
     """x times w over the last `axes` axes of both, accumulated in f32.
 
     Args:
-      x: activations [..., I] (or [..., I1, I2] with axes=2), any float dtype.
+      x: activations [..., I] (or [..., I1, I2] with axes=2), any float dtype; `Normed` ones are normed first.
       w: weights [O..., I]; may be stored in another float dtype than x, and is rounded to x's. A packed one has its inputs in one axis,
         and is read packed; with `activations="int8"` each token of x is rounded to 8 bits.
+      residual: [..., O...], added to the products.
 
     Returns:
       [..., O...] in x's dtype.
     """
+    if isinstance(w, TiledArray):
+        given = x if isinstance(x, Normed) else x.reshape(*x.shape[: x.ndim - axes], -1)
+        return native_matmul(given, w, residual)
+    x = plain(x)
+    out = _matmul(x, w, axes)
+    return out if residual is None else out + residual
+
+
+def gated_matmul(x: jax.Array | Normed, w: Weight | Observed, activation: str, activate: Callable[..., jax.Array]) -> jax.Array:
+    """What goes on into an MLP's down projection: `activate(gate, up)`, the two being x times the halves of w.
+
+    Args:
+      x: as of `matmul`.
+      w: [2, F, I], gate and up.
+      activation: the name of what `activate` does, for the kernels that do it themselves.
+      activate: (gate, up), both [..., F] -> [..., F].
+
+    Returns:
+      [..., F] in x's dtype.
+    """
+    if isinstance(w, TiledArray) and can_gate(w, activation):
+        return native_matmul(x, w, gate=activation)
+    gate_up = matmul(x, w)
+    return activate(gate_up[..., 0, :], gate_up[..., 1, :]).astype(x.dtype)
+
+
+def _matmul(x: jax.Array, w: Weight | Observed, axes: int) -> jax.Array:
     if isinstance(w, Observed):
         w.see(x.reshape(*x.shape[: x.ndim - axes], -1))
         w = w.weight
     if isinstance(w, JoinedArray):
         return jnp.concatenate([matmul(x, part, axes) for part in w.parts], x.ndim - axes + w.axis)
-    if isinstance(w, TiledArray):
-        return native_matmul(x.reshape(*x.shape[: x.ndim - axes], -1), w)
     if isinstance(w, QuantArray):
         return quant_matmul(x.reshape(*x.shape[: x.ndim - axes], -1), w)
     return jax.lax.platform_dependent(x, w, cpu=lambda x, w: _cpu(x, w, axes), default=lambda x, w: _xla(x, w, axes))

@@ -6,22 +6,45 @@ import jax
 import jax.numpy as jnp
 
 from kernels import cpu
-from kernels.tiled_array import CODES, SIGN, TiledArray
+from kernels.norm import Normed, plain
+from kernels.tiled_array import CODES, ROWS, SIGN, TiledArray
 
 ACTIVATIONS = {None: 0, "blocks": 1, "int8": 2}
+GATES = {None: 0, "silu": 1, "gelu_tanh": 2}
+FLOAT4_ZERO = 12  # as `kernels/cpu/matmul.inc` stores what stands for 0
 
 
-def native_matmul(x: jax.Array, w: TiledArray) -> jax.Array:
-    """x times w over the last axis of both; args and result as of `kernels.quant_matmul`."""
-    lead, outs = x.shape[:-1], w.outs
+def can_gate(w: TiledArray, activation: str) -> bool:
+    """Whether `native_matmul` takes this gate."""
+    return activation in GATES and w.outs[-1] % ROWS == 0
+
+
+def native_matmul(x: jax.Array | Normed, w: TiledArray, residual: jax.Array | None = None, gate: str | None = None) -> jax.Array:
+    """x times w over the last axis of both.
+
+    Args:
+      x: activations [..., I], any float dtype, computed with in f32; `Normed` ones are normed first.
+      w: [O..., I].
+      residual: [..., O...], added to the products.
+      gate: a key of `GATES`: w is [2, F, I], and the result [..., F] of its first half is activated and multiplied with that of its second.
+
+    Returns:
+      [..., O...] in x's dtype.
+    """
+    lead, outs, norm, eps, dtype = x.shape[:-1], w.outs, None, 0.0, x.dtype
+    if isinstance(x, Normed) and (w.input_scales is not None or w.order is not None):
+        x = plain(x)
+    if isinstance(x, Normed):
+        x, norm, eps = x.x, x.scale, x.eps
     rows = x.reshape(math.prod(lead), x.shape[-1]).astype(jnp.float32)
     if w.input_scales is not None:
         rows = rows * w.input_scales.astype(jnp.float32)
     if w.order is not None:
         rows = jnp.take(rows, w.order, axis=-1)
-    more = (w.zeros, w.offsets, w.super_scales, w.super_offsets)
-    present = sum(1 << bit for bit, array in enumerate(more) if array is not None)
-    zero = {"int8": SIGN, "float4": 12}.get(w.code, w.zero)
+    outs = outs if gate is None else outs[1:]
+    if residual is not None:
+        residual = residual.reshape(len(rows), math.prod(outs)).astype(jnp.float32)
+    more = (w.zeros, w.offsets, w.super_scales, w.super_offsets, norm, residual)
     out = cpu.call(
         "diptych_matmul",
         jax.ShapeDtypeStruct((len(rows), math.prod(outs)), jnp.float32),
@@ -30,8 +53,10 @@ def native_matmul(x: jax.Array, w: TiledArray) -> jax.Array:
         w.scales,
         *(array for array in more if array is not None),
         code=CODES[w.code],
-        zero=zero,
-        present=present,
+        zero={"int8": SIGN, "float4": FLOAT4_ZERO}.get(w.code, w.zero),
+        present=sum(1 << bit for bit, array in enumerate(more) if array is not None),
         activations=ACTIVATIONS[w.activations],
+        gate=GATES[gate],
+        eps=float(eps),
     )
-    return out.reshape(*lead, *outs).astype(x.dtype)
+    return out.reshape(*lead, *outs).astype(dtype)

@@ -6,9 +6,8 @@ import jax
 from flax import linen as nn
 
 import kv
-from kernels import matmul
+from kernels import Normed, matmul, rms_norm
 from model.config import AttentionConfig
-from model.norm import rms_norm
 from model.rope import apply_rope
 from model.weights import scaled_normal, weight
 from sharding import axes
@@ -21,7 +20,10 @@ class Attention(nn.Module):
     norm_eps: float
 
     @nn.compact
-    def __call__(self, x: jax.Array, tables: tuple[RopeTable | None], step: kv.Step, cache: Any) -> tuple[jax.Array, Any]:  # x [B, T, D]
+    def __call__(
+        self, x: jax.Array | Normed, tables: tuple[RopeTable | None], step: kv.Step, cache: Any, residual: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Args: x [B, T, D]; residual: what the answer is added to. Returns: as of `Block`."""
         c, (table,) = self.config, tables
         B, T, D = x.shape
         K, G, H = c.num_kv_heads, c.queries_per_kv, c.head_dim
@@ -45,7 +47,8 @@ class Attention(nn.Module):
             q, k = apply_rope(q, table), apply_rope(k, table)
         sinks = weight(self, "sinks", (K, G), (axes.KV_HEADS, axes.Q_PER_KV), scaled_normal(0)) if c.sinks else None
         out, cache = cache.attend(kv.Query(step.queried(q)), kv.KeyValue(k, v), step, c.spec, sinks)  # [B, T or 1, N, H]
-        out = matmul(out.reshape(B, -1, K, G, H), wo, axes=3)
-        if c.out_bias:
-            out = out + weight(self, "bo", (D,), (axes.EMBED,), scaled_normal(0)).astype(out.dtype)
-        return out, cache
+        out = out.reshape(B, -1, K, G, H)
+        if not c.out_bias:
+            return matmul(out, wo, 3, residual), cache
+        out = matmul(out, wo, 3) + weight(self, "bo", (D,), (axes.EMBED,), scaled_normal(0)).astype(out.dtype)
+        return out if residual is None else out + residual, cache

@@ -6,6 +6,7 @@ import jax
 from flax import linen as nn
 
 import kv
+from kernels import Normed, plain
 from model.attention import Attention
 from model.config import LayerConfig, MLAConfig, MoEConfig
 from model.mla import MLA
@@ -31,21 +32,24 @@ class Block(nn.Module):
         """Args: x [B, T, D]; tables: of this layer's rotations. Returns: [B, T, D] (or [B, 1, D] with `step.last_only`), new cache."""
         before, after = self.config.norms in ("pre", "sandwich"), self.config.norms in ("post", "sandwich")
 
-        def norm(wanted: bool, name: str, value: jax.Array) -> jax.Array:
+        def norm(wanted: bool, name: str, value: jax.Array) -> jax.Array | Normed:
             return RMSNorm(self.norm_eps, name=name)(value) if wanted else value
 
+        inside, stream = norm(before, "attention_norm", x), step.queried(x)
         if isinstance(self.config.attention, MLAConfig):
-            attention = MLA(self.config.attention, name="attention")
+            out, cache = MLA(self.config.attention, name="attention")(plain(inside), tables, step, cache)
+            x = stream + plain(norm(after, "attention_post_norm", out))
         else:
             attention = Attention(self.config.attention, self.norm_eps, name="attention")
-        out, cache = attention(norm(before, "attention_norm", x), tables, step, cache)
-        x = step.queried(x) + norm(after, "attention_post_norm", out)
+            out, cache = attention(inside, tables, step, cache, None if after else stream)
+            x = stream + plain(norm(True, "attention_post_norm", out)) if after else out
         inside = norm(before, "mlp_norm", x)
         T = x.shape[1]
         rows = (None, None) if self.placement is None else step.axes(T, self.placement)
         if isinstance(self.config.mlp, MoEConfig):
-            out = MoE(self.config.mlp, self.placement, name="mlp")(inside, step.limit(T) >= 0, rows)
+            out = MoE(self.config.mlp, self.placement, name="mlp")(plain(inside), step.limit(T) >= 0, rows)
+            x = x + plain(norm(after, "mlp_post_norm", out))
         else:
-            out = MLP(self.config.mlp, name="mlp")(inside)
-        x = x + norm(after, "mlp_post_norm", out)
+            out = MLP(self.config.mlp, name="mlp")(inside, None if after else x)
+            x = x + plain(norm(True, "mlp_post_norm", out)) if after else out
         return (x if self.placement is None else self.placement.constrain(x, *rows)), cache

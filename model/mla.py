@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import kv
-from kernels import matmul
+from kernels import matmul, plain
 from model.attention import RopeTable
 from model.config import MLAConfig
 from model.norm import LayerNorm, RMSNorm
@@ -47,7 +47,7 @@ class MLA(nn.Module):
         q_nope, q_rope = q[..., :P], apply_rope(q[..., P:], tables[0])
         latent = matmul(x, wkv_a) + bias("bkv_a", C + R)
         k_rope = apply_rope(latent[:, :, None, C:], tables[0])  # [B, T, 1, R]: one for all heads
-        latent = RMSNorm(LATENT_EPS, name="kv_norm")(latent[..., :C])
+        latent = plain(RMSNorm(LATENT_EPS, name="kv_norm")(latent[..., :C]))
 
         new = kv.LatentRow(jnp.concatenate([latent[:, :, None], k_rope], axis=-1))
         query = kv.LatentQuery(step.queried(q_nope), step.queried(q_rope))

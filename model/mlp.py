@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from kernels import experts, matmul
+from kernels import Normed, experts, gated_matmul, matmul
 from model.config import MLPConfig, MoEConfig
 from model.router import route
 from model.weights import packed_names, scaled_normal, weight
@@ -31,15 +31,18 @@ class MLP(nn.Module):
     config: MLPConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D]
+    def __call__(self, x: jax.Array | Normed, residual: jax.Array | None = None) -> jax.Array:
+        """Args: x [B, T, D]; residual: likewise, added to the result. Returns: [B, T, D]."""
         D, F = x.shape[-1], self.config.hidden
         w_gate_up = weight(self, "w_gate_up", (2, F, D), (axes.GATE_UP, axes.MLP, axes.EMBED), scaled_normal(1))
         w_down = weight(self, "w_down", (D, F), (axes.EMBED, axes.MLP), scaled_normal(1))
-        gate_up = matmul(x, w_gate_up)  # [B, T, 2, F]
-        if self.config.bias:
-            gate_up = gate_up + weight(self, "b_gate_up", (2, F), (axes.GATE_UP, axes.MLP), scaled_normal(0)).astype(x.dtype)
+        if not self.config.bias:
+            hidden = gated_matmul(x, w_gate_up, self.config.activation, functools.partial(activate, self.config))
+            return matmul(hidden, w_down, residual=residual)
+        gate_up = matmul(x, w_gate_up) + weight(self, "b_gate_up", (2, F), (axes.GATE_UP, axes.MLP), scaled_normal(0)).astype(x.dtype)
         out = matmul(activate(self.config, gate_up[..., 0, :], gate_up[..., 1, :]).astype(x.dtype), w_down)
-        return out + weight(self, "b_down", (D,), (axes.EMBED,), scaled_normal(0)).astype(x.dtype) if self.config.bias else out
+        out = out + weight(self, "b_down", (D,), (axes.EMBED,), scaled_normal(0)).astype(x.dtype)
+        return out if residual is None else out + residual
 
 
 class MoE(nn.Module):

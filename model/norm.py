@@ -4,25 +4,20 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from kernels import Normed
 from model.weights import weight
 from sharding import axes
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale over as many last axes as scale has (Zhang & Sennrich 2019, arXiv 1910.07467)."""
-    wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide * wide, axis=tuple(range(-scale.ndim, 0)), keepdims=True)
-    return (wide * jax.lax.rsqrt(mean + eps) * scale).astype(x.dtype)
-
-
 class RMSNorm(nn.Module):
-    """`rms_norm` with a scale of its own. Checkpoints that store scales as distances from 1 have the 1 added at loading."""
+    """`kernels.rms_norm` with a scale of its own, left to who reads it. Checkpoints that store scales as distances from 1 have the 1 added
+    at loading."""
 
     eps: float
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:  # [..., D]
-        return rms_norm(x, weight(self, "scale", (x.shape[-1],), (axes.NORM,), nn.initializers.ones), self.eps)
+    def __call__(self, x: jax.Array) -> Normed:  # [..., D]
+        return Normed(x, weight(self, "scale", (x.shape[-1],), (axes.NORM,), nn.initializers.ones), self.eps)
 
 
 class LayerNorm(nn.Module):

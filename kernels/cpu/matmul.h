@@ -32,7 +32,10 @@ struct Weights {
 
 // Activations [rows, inputs] as the products read them.
 struct Rows {
-  const float* x;
+  const float* given;
+  const float* norm;  // [inputs]: they are normed first, x / sqrt(mean(x^2) + eps) * norm; or null
+  float eps;
+  const float* x;     // what is multiplied: `given`, or room for the normed ones
   int64_t count;
   // Of rounded ones, by row and block of inputs (`whole`: one scale for the row):
   bool rounded, whole;
@@ -46,12 +49,22 @@ struct Rows {
 enum class Use { kRows, kTile, kScores, kPartial, kCount };
 void* Scratch(Use use, size_t bytes);
 
+enum class Gate : int32_t { kNone, kSilu, kGelu };
+
+// What becomes of products [rows, outs]: they are stored; added to a `residual` of the same shape; or, the first half of them being gates, the
+// second half is multiplied by these, and [rows, outs / 2] stored.
+struct Products {
+  float* out;
+  const float* residual;
+  Gate gate;
+};
+
 using RoundRows = void (*)(const Rows&, int64_t inputs, int64_t first, int64_t last);
-using MultiplyTiles = void (*)(const Weights&, const Rows&, float* out, int64_t first, int64_t last);
+using MultiplyTiles = void (*)(const Weights&, const Rows&, const Products&, int64_t first, int64_t last);
 
 struct MatmulKernels {
-  RoundRows round;        // rows [first, last): fills codes, scales and sums
-  MultiplyTiles multiply; // tiles [first, last): out[rows, outs] = x times w
+  RoundRows prepare;       // rows [first, last): norms them, fills codes, scales and sums
+  MultiplyTiles multiply;  // tiles [first, last), of gates only where there are such
 };
 
 extern const MatmulKernels kMatmulAvx2, kMatmulAvx512;

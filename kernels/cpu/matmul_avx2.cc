@@ -13,6 +13,6 @@ namespace diptych::avx2 {
 #pragma GCC pop_options
 
 namespace diptych {
-const MatmulKernels kMatmulAvx2 = {avx2::round_rows, avx2::multiply};
+const MatmulKernels kMatmulAvx2 = {avx2::prepare_rows, avx2::multiply};
 const AttentionKernels kAttentionAvx2 = {avx2::append, avx2::answer};
 }  // namespace diptych

@@ -13,6 +13,6 @@ namespace diptych::avx512 {
 #pragma GCC pop_options
 
 namespace diptych {
-const MatmulKernels kMatmulAvx512 = {avx512::round_rows, avx512::multiply};
+const MatmulKernels kMatmulAvx512 = {avx512::prepare_rows, avx512::multiply};
 const AttentionKernels kAttentionAvx512 = {avx512::append, avx512::answer};
 }  // namespace diptych

@@ -67,15 +67,17 @@ bool ToNumber(ffi::DataType type, Number* number) {
 }
 
 // x f32 [rows, I] times tiled weights: f32 [rows, O]. `present`: which of zeros, offsets, super_scales and super_offsets follow the scales,
-// a bit each. `activations`: 0 as they are, 1 rounded to int8 by blocks of 32, 2 by rows.
-ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t present, int32_t activations, ffi::Buffer<ffi::F32> x,
-                  ffi::RemainingArgs rest, ffi::ResultBuffer<ffi::F32> out) {
+// then a norm [I] and a residual [rows, O], a bit each. `activations`: 0 as they are, 1 rounded to int8 by blocks of 32, 2 by rows. With a
+// `gate` (see `Gate`) the result is [rows, O / 2].
+ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t present, int32_t activations, int32_t gate, float eps,
+                  ffi::Buffer<ffi::F32> x, ffi::RemainingArgs rest, ffi::ResultBuffer<ffi::F32> out) {
   if (x.dimensions().size() != 2 || out->dimensions().size() != 2) return Wrong("matmul takes and gives two axes");
   Weights w{};
   w.code = static_cast<Code>(code);
   w.zero = zero;
   w.inputs = x.dimensions()[1];
-  w.outs = out->dimensions()[1];
+  w.outs = out->dimensions()[1] * (gate ? 2 : 1);
+  if (gate < 0 || gate > 2 || (gate && out->dimensions()[1] % kRows)) return Wrong("gates must be whole tiles");
   if (w.inputs % kBlock) return Wrong("inputs must be a multiple of 32");
   const bool two = w.code == Code::kU5 || w.code == Code::kU6;
   static const int64_t kBytes[][3] = {{4, 256, 0}, {8, 512, 0}, {41, 256, 64}, {42, 256, 128}, {40, 256, 0}};
@@ -89,7 +91,7 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
     return *buffer;
   };
   size_t wanted = (two ? 2 : 1) + 1;
-  for (int bit = 0; bit < 4; ++bit) wanted += present >> bit & 1;
+  for (int bit = 0; bit < 6; ++bit) wanted += present >> bit & 1;
   if (rest.size() != wanted) return Wrong("matmul takes " + std::to_string(wanted) + " arrays of weights");
   int64_t size = 0;
   for (int plane = 0; plane < (two ? 2 : 1); ++plane) {
@@ -112,30 +114,47 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
   if (!fits || w.inputs % w.groups || (w.inputs / w.groups) % (kBlock / 2) || (w.supers && w.groups % w.supers)) {
     return Wrong("scales do not fit the shape");
   }
+  Rows rows{};
+  Products products{out->typed_data(), nullptr, static_cast<Gate>(gate)};
+  if (present & 16) {
+    const ffi::AnyBuffer norm = take(&size);
+    if (norm.element_type() != ffi::DataType::F32 || size != w.inputs) return Wrong("the norm does not fit the inputs");
+    rows.norm = static_cast<const float*>(norm.untyped_data());
+  }
+  if (present & 32) {
+    const ffi::AnyBuffer residual = take(&size);
+    if (residual.element_type() != ffi::DataType::F32 || size != static_cast<int64_t>(out->element_count())) {
+      return Wrong("the residual does not fit the result");
+    }
+    products.residual = static_cast<const float*>(residual.untyped_data());
+  }
   const int64_t span = w.inputs / w.groups;
   if (span >= kBlock && span % kBlock) return Wrong("groups must be whole blocks");
   if (activations == 2 && (w.groups != 1 || (present & 3) || w.inputs > 65536)) activations = 1;
 
-  Rows rows{};
-  rows.x = x.typed_data();
+  rows.given = rows.x = x.typed_data();
+  rows.eps = eps;
   rows.count = x.dimensions()[0];
   rows.rounded = activations != 0;
   rows.whole = activations == 2;
   const MatmulKernels& kernels = Matmuls();
-  if (rows.rounded) {
-    const int64_t numbers = rows.count * w.inputs, blocks = rows.count * w.blocks();
-    auto* memory = static_cast<char*>(Scratch(Use::kRows, 12 * blocks + numbers));
+  const int64_t numbers = rows.count * w.inputs, blocks = rows.rounded ? rows.count * w.blocks() : 0;
+  if (rows.rounded || rows.norm) {
+    auto* memory = static_cast<char*>(Scratch(Use::kRows, (rows.norm ? 4 * numbers : 0) + 12 * blocks + numbers));
+    if (rows.norm) {
+      rows.x = reinterpret_cast<float*>(memory);
+      memory += 4 * numbers;
+    }
     rows.scales = reinterpret_cast<float*>(memory);
     rows.sums = reinterpret_cast<int32_t*>(memory + 4 * blocks);
     rows.codes = reinterpret_cast<int8_t*>(memory + 12 * blocks);
-    const int64_t piece = std::max<int64_t>(1, 32768 / w.inputs);
-    Team::Run(pool, rows.count, rows.count <= piece ? rows.count : piece,
-              [&](int64_t first, int64_t last) { kernels.round(rows, w.inputs, first, last); });
+    const int64_t piece = std::max<int64_t>(1, 16384 / w.inputs);
+    Team::Run(pool, rows.count, piece, [&](int64_t first, int64_t last) { kernels.prepare(rows, w.inputs, first, last); });
   }
   // Pieces of about 64k weights times rows, eight to a thread at least.
-  const int64_t tiles = w.tiles(), work = kRows * w.inputs * std::max<int64_t>(1, rows.count / 4);
+  const int64_t tiles = gate ? w.tiles() / 2 : w.tiles(), work = kRows * w.inputs * std::max<int64_t>(1, rows.count / 4);
   const int64_t piece = std::max<int64_t>(1, std::min(tiles / 16, 65536 / work));
-  Team::Run(pool, tiles, piece, [&](int64_t first, int64_t last) { kernels.multiply(w, rows, out->typed_data(), first, last); });
+  Team::Run(pool, tiles, piece, [&](int64_t first, int64_t last) { kernels.multiply(w, rows, products, first, last); });
   return ffi::Error::Success();
 }
 
@@ -146,6 +165,8 @@ XLA_FFI_DEFINE_HANDLER(kMatmulHandler, Matmul,
                            .Attr<int32_t>("zero")
                            .Attr<int32_t>("present")
                            .Attr<int32_t>("activations")
+                           .Attr<int32_t>("gate")
+                           .Attr<float>("eps")
                            .Arg<ffi::Buffer<ffi::F32>>()
                            .RemainingArgs()
                            .Ret<ffi::Buffer<ffi::F32>>());
