@@ -21,7 +21,7 @@ def native_matmul(x: jax.Array, w: TiledArray) -> jax.Array:
         rows = jnp.take(rows, w.order, axis=-1)
     more = (w.zeros, w.offsets, w.super_scales, w.super_offsets)
     present = sum(1 << bit for bit, array in enumerate(more) if array is not None)
-    zero = {"int8": SIGN, "float4": 12}.get(w.code, w.zero)
+    zero = {"int8": SIGN + w.zero, "float4": 12}.get(w.code, w.zero)
     out = cpu.call(
         "diptych_matmul",
         jax.ShapeDtypeStruct((len(rows), math.prod(outs)), jnp.float32),
