@@ -53,7 +53,7 @@ def native_matmul(x: jax.Array | Normed, w: TiledArray, residual: jax.Array | No
         w.scales,
         *(array for array in more if array is not None),
         code=CODES[w.code],
-        zero={"int8": SIGN, "float4": FLOAT4_ZERO}.get(w.code, w.zero),
+        zero={"int8": SIGN + w.zero, "float4": FLOAT4_ZERO}.get(w.code, w.zero),
         present=sum(1 << bit for bit, array in enumerate(more) if array is not None),
         activations=ACTIVATIONS[w.activations],
         gate=GATES[gate],

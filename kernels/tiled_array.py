@@ -90,7 +90,8 @@ class TiledArray(Packed):
         if self.code == "int8":
             codes = jax.lax.bitcast_convert_type(codes ^ np.uint8(SIGN), jnp.int8)
         values = {name: grouped(getattr(self, name)) for name in GROUPED}
-        return QuantArray(pack(codes, self.code), **values, input_scales=self.input_scales, code=self.code, zero=self.zero)
+        rest = {"input_scales": self.input_scales, "order": self.order, "code": self.code, "zero": self.zero}
+        return QuantArray(pack(codes, self.code), **values, **rest)
 
     def widen(self, dtype: jnp.dtype = jnp.float32) -> jax.Array:
         return self.untiled().widen(dtype)

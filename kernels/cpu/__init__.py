@@ -1,6 +1,9 @@
 """Kernels in C++ for CPUs with AVX2 or AVX-512, behind `jax.ffi`. They are built with the package where there is a compiler."""
 
 import functools
+import importlib.util
+import platform
+import sys
 from typing import Any
 
 import jax
@@ -8,8 +11,8 @@ import numpy as np
 
 try:
     from kernels.cpu import native
-except ImportError:  # no compiler when the package was installed, or another kind of machine
-    native = None
+except ImportError as error:  # no compiler when the package was installed, or another kind of machine
+    native, _failure = None, error
 
 
 @functools.cache
@@ -22,6 +25,19 @@ def instruction_set() -> str | None:
     return found
 
 
+def reason() -> str | None:
+    """Why the kernels can't run here, in a line; None: they can."""
+    if instruction_set() is not None:
+        return None
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return f"not an x86-64 Linux machine, but {sys.platform} on {platform.machine()}"
+    if native is not None:
+        return "this CPU has no AVX2"
+    if importlib.util.find_spec("kernels.cpu.native") is not None:
+        return f"built, but not to be loaded ({_failure}); install Diptych again"
+    return "not built: no C++ compiler was there when Diptych was installed; install g++, then Diptych again"
+
+
 def call(name: str, out: Any, *arrays: jax.Array, aliases: dict[int, int] | None = None, **attributes: int | float) -> Any:
     """What a handler gives.
 
@@ -32,6 +48,6 @@ def call(name: str, out: Any, *arrays: jax.Array, aliases: dict[int, int] | None
       attributes: passed as int32 or f32.
     """
     if instruction_set() is None:
-        raise RuntimeError("no native kernels here: they are not built, or the CPU has no AVX2")
+        raise RuntimeError(f"no native kernels here: {reason()}")
     told = {key: np.float32(value) if isinstance(value, float) else np.int32(value) for key, value in attributes.items()}
     return jax.ffi.ffi_call(name, out, input_output_aliases=aliases)(*arrays, **told)

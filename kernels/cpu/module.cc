@@ -78,6 +78,9 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
   w.inputs = x.dimensions()[1];
   w.outs = out->dimensions()[1] * (gate ? 2 : 1);
   if (gate < 0 || gate > 2 || (gate && out->dimensions()[1] % kRows)) return Wrong("gates must be whole tiles");
+  if (out->dimensions()[0] != x.dimensions()[0]) return Wrong("matmul gives as many rows as it takes");
+  if (w.outs <= 0) return Wrong("there are no outputs");
+  if (w.inputs <= 0) return Wrong("there are no inputs");
   if (w.inputs % kBlock) return Wrong("inputs must be a multiple of 32");
   const bool two = w.code == Code::kU5 || w.code == Code::kU6;
   static const int64_t kBytes[][3] = {{4, 256, 0}, {8, 512, 0}, {41, 256, 64}, {42, 256, 128}, {40, 256, 0}};
@@ -95,7 +98,9 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
   if (rest.size() != wanted) return Wrong("matmul takes " + std::to_string(wanted) + " arrays of weights");
   int64_t size = 0;
   for (int plane = 0; plane < (two ? 2 : 1); ++plane) {
-    w.planes[plane] = static_cast<const uint8_t*>(take(&size).untyped_data());
+    const ffi::AnyBuffer buffer = take(&size);
+    if (buffer.element_type() != ffi::DataType::U8) return Wrong("a plane's type is not uint8");
+    w.planes[plane] = static_cast<const uint8_t*>(buffer.untyped_data());
     if (size != w.tiles() * w.blocks() * bytes[1 + plane]) return Wrong("a plane's size does not fit the shape");
   }
   const auto values = [&](Values* into, int64_t* groups) {
