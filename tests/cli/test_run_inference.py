@@ -18,7 +18,7 @@ KEYS = [
     *("model", "text", "tokens", "prompt_tokens", "finish_reason", "ttft_s", "itl_s"),
     *("prefill_tokens_per_s", "decode_tokens_per_s", "compile_s", "compiles"),
 ]
-SCRIPT = pathlib.Path(__file__).parents[2] / "run_inference.py"
+FLAGS = pathlib.Path(__file__).parents[2] / "command" / "flags.py"
 SUMMARY = re.compile(
     r"\[.+\] prompt (?P<prompt>\d+) tokens?( \((?P<held>\d+) held\))? \| TTFT \d+ ms \| prefill \d+ tok/s \| new (?P<new>\d+) tokens?"
     r"( \| ITL p50 [\d.]+ ms p99 [\d.]+ ms \| decode [\d.]+ tok/s( per row)? \| \d+ MB/token, [\d.]+ GB/s)?"
@@ -326,7 +326,7 @@ def test_without_standard_input_and_prompt_the_flags_are_named(shell, assert_ref
 def test_help_names_every_flag_and_is_no_error(flag, cli):
     result = cli(flag)
     assert (result.code, result.err) == (0, "")
-    defined = re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', SCRIPT.read_text())
+    defined = re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', FLAGS.read_text())
     assert len(defined) > 20
     shown = re.findall(r"^\s*--(?:\[no\])?(\w+)", result.out, re.MULTILINE)
     assert set(defined) <= set(shown)

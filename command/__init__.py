@@ -1,0 +1,1 @@
+"""Floor 7: the command line: flags, what is wrong with them, and one function per task."""
