@@ -48,6 +48,8 @@ def formats() -> dict[str, Any]:
         "page_size": flags.PAGE_SIZE.value,
         "kv_group": flags.KV_GROUP.value,
         "layer_loop": flags.LAYER_LOOP.value,
+        "kernels": flags.KERNELS.value,
+        "activations": flags.ACTIVATIONS.value,
     }
 
 

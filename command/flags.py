@@ -82,7 +82,8 @@ WEIGHTS = flags.DEFINE_enum(
     "weights",
     "auto",
     FORMATS,
-    "Storage of weights; auto is f32 on CPU, bf16 elsewhere, native as the file packs them. The others round them; w8a8 activations too.",
+    "Storage of weights; native is as the file packs them, auto the same with native kernels, else f32 on CPU and bf16 elsewhere. The others "
+    "round them; w8a8 activations too.",
 )
 HEAD_WEIGHTS = flags.DEFINE_enum("head_weights", "auto", FORMATS, "Storage of embedding and head; auto as --weights, but int8 with int4.")
 WEIGHTS_GROUP = flags.DEFINE_integer("weights_group", None, "With --weights=int4: inputs that share a scale: 32, 64 or 128; default 64.")
@@ -92,9 +93,24 @@ AGAINST = flags.DEFINE_enum(
     FORMATS,
     "Load the model with these weights too, and compare the predictions of --weights with its own.",
 )
+KERNELS = flags.DEFINE_enum(
+    "kernels",
+    "auto",
+    ["auto", "xla", "native"],
+    "What computes: XLA's own code, or C++ for CPUs (products with packed weights, attention); auto is native where that runs.",
+)
+ACTIVATIONS = flags.DEFINE_enum(
+    "activations",
+    "auto",
+    ["auto", "float", "int8"],
+    "In native products with packed weights: rounded to 8 bits with a scale for every 32 (auto), or as --compute says.",
+)
 COMPUTE = flags.DEFINE_enum("compute", "auto", ["auto", "f32", "bf16"], "Number format of activations; auto is f32 on CPU, bf16 elsewhere.")
 KV = flags.DEFINE_enum(
-    "kv", "auto", ["auto", "f32", "bf16", "int8", "int4", "fp8"], "Number format of the KV cache; auto as for --compute."
+    "kv",
+    "auto",
+    ["auto", "f32", "bf16", "int8", "int4", "fp8"],
+    "Number format of the KV cache; auto is f32 on a CPU without native kernels, else bf16.",
 )
 KV_GROUP = flags.DEFINE_integer("kv_group", None, "Channels of a head that share a scale in a quantized KV cache; default 32.")
 CACHE = flags.DEFINE_enum(
@@ -145,7 +161,7 @@ HELP = {
     "comparison": (REFERENCE, REFERENCE_MODEL),
     "evaluation": EVAL_FLAGS,
     "quantization": QUANTIZE_FLAGS,
-    "machine": (BATCH_SIZE, CAPACITY, STEPS, WEIGHTS, HEAD_WEIGHTS, WEIGHTS_GROUP, COMPUTE, *CACHE_FLAGS),
+    "machine": (BATCH_SIZE, CAPACITY, STEPS, WEIGHTS, HEAD_WEIGHTS, WEIGHTS_GROUP, COMPUTE, KERNELS, ACTIVATIONS, *CACHE_FLAGS),
     "mesh": (MESH, LAYER_LOOP, EXPLAIN, *PROCESS_FLAGS),
 }
 _WRITTEN = (PROMPT, MESSAGES, PROMPT_FILE, LOGPROBS, JSON, RAW, SYSTEM, STATS, MESH, EXPLAIN, *EVAL_FLAGS, *PROCESS_FLAGS)

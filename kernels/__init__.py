@@ -11,6 +11,7 @@ from kernels.observed import Observed
 from kernels.packing import Packing
 from kernels.quant_array import JoinedArray, QuantArray, is_packed, take_rows, widen, widen_float8
 from kernels.row_major import row_major
+from kernels.tiled_array import TiledArray, can_tile, tile
 
 __all__ = [
     "Blocks",
@@ -20,6 +21,7 @@ __all__ = [
     "Packing",
     "QuantArray",
     "Scoring",
+    "TiledArray",
     "append",
     "append_pages",
     "append_ring",
@@ -27,6 +29,7 @@ __all__ = [
     "attention",
     "blockwise_attention",
     "blockwise_index_scores",
+    "can_tile",
     "experts",
     "gated_matmul",
     "head_matmul",
@@ -37,6 +40,7 @@ __all__ = [
     "rms_norm",
     "row_major",
     "take_rows",
+    "tile",
     "top_slots",
     "widen",
     "widen_float8",

@@ -35,7 +35,7 @@ EXPONENTS = np.dtype(ml_dtypes.float8_e8m0fnu)  # MXFP4's scales
 
 
 class Packed:
-    """What both kinds of packed weights tell as an array would; `shape` is their own."""
+    """What all kinds of packed weights tell as an array would; `shape` is their own."""
 
     @property
     def ndim(self) -> int:
@@ -116,6 +116,10 @@ class QuantArray(Packed):
             wide = jnp.zeros_like(wide).at[..., self.order].set(wide)
         return (wide if self.input_scales is None else wide * self.input_scales.astype(jnp.float32)).astype(dtype)
 
+    def take_rows(self, indices: jax.Array) -> "QuantArray":
+        """Of [V, ...]: [*indices.shape, ...]; those past its end are the last."""
+        return self.map_rows(lambda array: jnp.take(array, indices, axis=0, mode="clip"))
+
     def __getitem__(self, index: Any) -> "QuantArray":
         """Rows: an index of the axes O..."""
         return self.map_rows(lambda array: array[index])
@@ -159,9 +163,7 @@ def widen(w: Weight, dtype: jnp.dtype) -> jax.Array:
 
 def take_rows(w: Weight, indices: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Entries of w [V, ...], those past its end being the last: [*indices.shape, ...] in `dtype`. Only they are read."""
-    if isinstance(w, QuantArray):
-        return w.map_rows(lambda array: jnp.take(array, indices, axis=0, mode="clip")).widen(dtype)
-    if is_packed(w) and hasattr(w,'take_rows'):
+    if isinstance(w, Packed) and not isinstance(w, JoinedArray):
         return w.take_rows(indices).widen(dtype)
     if isinstance(w, JoinedArray):
         if not w.axis:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.quant_array import PLANES, QuantArray, Packed, pack, unpack
+from kernels.quant_array import PLANES, Packed, QuantArray, pack, unpack
 
 ROWS = 16
 BLOCK = 32

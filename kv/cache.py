@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from kv.format import Format
 from kv.codec import Plain
+from kv.format import Format
 from kv.fresh import Fresh
 from kv.latent import LatentLayer
 from kv.layer import KeyValueLayer, Layer, Tensor

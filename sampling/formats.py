@@ -15,7 +15,11 @@ WITH_HEAD = {"int4": "int8"}  # what embedding and head become by default: at 4 
 
 
 def weight_formats(
-    weights: str | Scheme = "auto", head: str | Scheme = "auto", group: int | None = None, where: str = "cpu"
+    weights: str | Scheme = "auto",
+    head: str | Scheme = "auto",
+    group: int | None = None,
+    where: str = "cpu",
+    kernels: str = "xla",
 ) -> tuple[jnp.dtype, How, How]:
     """What `checkpoint.load` takes.
 
@@ -24,6 +28,7 @@ def weight_formats(
       head: of embedding and head, likewise; "auto" follows `weights`, but int8 goes with int4.
       group: inputs that share a scale at int4; None: 64.
       where: the platform, which "auto" goes by.
+      kernels: "native" makes "auto" "native".
 
     Returns:
       The dtype of what is not packed, how the layers' matrices are kept, and how embedding and head are.
@@ -35,6 +40,8 @@ def weight_formats(
         raise UserError(f"--weights_group={group} is of weights of 4 bits: add --weights=int4")
     if group is not None and group not in GROUPS:
         raise UserError(f"--weights_group={group} is not supported: use one of {', '.join(map(str, GROUPS))}")
+    if kernels == "native" and weights == "auto":
+        weights = "native"
     layers = _format("weights", weights)
     if isinstance(layers, Scheme) and group is not None:
         layers = dataclasses.replace(layers, group=group)

@@ -14,10 +14,11 @@ from jax.sharding import Mesh
 import checkpoint
 import kv
 from checkpoint import orbax_folder
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, tiled, untiled
 from quantization import Scheme
 from runtime import DTYPES, KV_DTYPES, UserError, platform, resolve_dtype
 from sampling.formats import weight_formats
+from sampling.kernel_choice import choose_kernels, round_activations
 from sharding import Placement
 from tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf, tokenizer_from_saved
 
@@ -107,7 +108,8 @@ class LanguageModel:
             raise UserError(
                 f"a model with layer_loop={self.model.layer_loop!r} can't be saved: load it unrolled (what is saved loads either way)"
             )
-        orbax_folder.save(folder, self.config, self.params, metadata={"name": self.name}, add_files=self.tokenizer.save)
+        params = untiled(self.params, self.config)
+        orbax_folder.save(folder, self.config, params, metadata={"name": self.name}, add_files=self.tokenizer.save)
 
 
 def load(
@@ -124,19 +126,21 @@ def load(
     progress: checkpoint.Progress | None = None,
     mesh: Mesh | None = None,
     layer_loop: str = "unrolled",
+    kernels: str = "auto",
+    activations: str = "auto",
 ) -> LanguageModel:
     """Fetches (the first time), reads and prepares a model.
 
     Args:
       name: a preset's name, the path of a .gguf file or of a model's folder (Hugging Face's, or one that `save` wrote), or
         hf:ORG/NAME[@REVISION] for a model of the Hugging Face Hub.
-      weights: storage of the layers' matrices: auto (f32 on CPU, bf16 elsewhere; packed where `save` wrote them so), native (packed as the
-        file stores them, what it doesn't as auto), f32, bf16; int8, w8a8 (products round activations to 8 bits too), int4 or fp8, to which
+      weights: storage of the layers' matrices: auto (native with native kernels, else f32 on CPU and bf16 elsewhere; packed where `save` wrote
+        them so), native (packed as the file stores them, what it doesn't in f32 or bf16), f32, bf16; int8, w8a8 (products round activations to 8 bits too), int4 or fp8, to which
         they are rounded; or a `quantization.Scheme`.
       head_weights: of embedding and head, likewise; auto follows `weights`, but int8 goes with int4.
       weights_group: inputs that share a scale at int4: 32, 64 or 128; None: 64.
       compute: of activations: auto (f32 on CPU, bf16 elsewhere), f32, bf16.
-      kv_dtype: of the KV cache, likewise, or int8, int4, fp8.
+      kv_dtype: of the KV cache: auto (f32 on a CPU without native kernels, else bf16), f32, bf16, int8, int4, fp8.
       cache: layout of the KV cache: "dense" (slots of each row's own; of layers with a window a ring) or "paged".
       page_size: tokens per page, a power of two; None: 64.
       kv_group: channels that share a scale in a quantized KV cache; None: 32.
@@ -144,6 +148,9 @@ def load(
       mesh: the devices to split the model over, with axes named as in `sharding.MESH_AXES` (`sharding.make_mesh` makes one); None: one
         device.
       layer_loop: "unrolled", or "scan", which compiles layers that repeat once: for models of many layers.
+      kernels: auto (native on one CPU where they are built), xla (what JAX compiles) or native (C++: products with packed weights, and
+        attention over plain caches).
+      activations: of native products with packed weights: auto (int8), float (as `compute` says), or int8, with a scale for every 32.
 
     Raises:
       UserError: no such model, no network, a damaged file, an unknown format; one line with the remedy.
@@ -151,10 +158,14 @@ def load(
     # Names first: a typing error should not cost a download.
     placement = None if mesh is None else Placement.on(mesh)
     where = platform() if placement is None else placement.platform
-    weight_dtype, layers, head = weight_formats(weights, head_weights, weights_group, where)
+    kernels, notice = choose_kernels(kernels, where, split=placement is not None, layer_loop=layer_loop)
+    weight_dtype, layers, head = weight_formats(weights, head_weights, weights_group, where, kernels)
+    rounds = round_activations(activations, kernels, weights)
     dtype = resolve_dtype("compute", compute, where)
-    kv_format = cache_format(kv_dtype, cache, page_size, kv_group, where)
+    kv_format = cache_format(kv_dtype, cache, page_size, kv_group, where, kernels)
     progress = progress or checkpoint.Progress()
+    if notice is not None:
+        progress.notice(notice)
     path = checkpoint.resolve(name, progress=progress)
     began = time.perf_counter()
     loaded = checkpoint.load(path, weight_dtype, progress, placement, layer_loop, layers, head)
@@ -167,11 +178,12 @@ def load(
             tokenizer = tokenizer_from_folder(loaded.path)
         case _:
             tokenizer = tokenizer_from_saved(loaded.path)
-    jax.block_until_ready(loaded.params)
+    params = tiled(loaded.params, loaded.config, rounds) if kernels == "native" else loaded.params
+    jax.block_until_ready(params)
     return LanguageModel(
         name=str(name),
         model=Transformer(loaded.config, jnp.dtype(dtype), layer_loop),
-        params=loaded.params,
+        params=params,
         tokenizer=tokenizer,
         kv_format=kv_format,
         load_seconds=time.perf_counter() - began,
@@ -180,7 +192,12 @@ def load(
 
 
 def cache_format(
-    kv_dtype: str, cache: str = "dense", page_size: int | None = None, kv_group: int | None = None, where: str | None = None
+    kv_dtype: str,
+    cache: str = "dense",
+    page_size: int | None = None,
+    kv_group: int | None = None,
+    where: str | None = None,
+    kernels: str = "xla",
 ) -> kv.Format:
     """The KV cache's format on a platform (None: this one's default); args as of `load`.
 
@@ -192,7 +209,8 @@ def cache_format(
     if page_size is not None and cache != "paged":
         raise UserError(f"--page_size={page_size} needs a paged KV cache: add --cache=paged")
     where = platform() if where is None else where
-    dtype, more = resolve_dtype("kv", kv_dtype, where, KV_DTYPES), {}
+    kv_dtype = "bf16" if (kv_dtype, kernels) == ("auto", "native") else kv_dtype
+    dtype, more = resolve_dtype("kv", kv_dtype, where, KV_DTYPES), {"kernels": kernels}
     if kv_group is not None:
         if dtype in DTYPES.values():
             raise UserError(f"--kv_group={kv_group} is of a quantized KV cache: add --kv=int8, int4 or fp8")
