@@ -66,9 +66,12 @@ class Stack:
             raise UserError(f"--peers_python={peers_python} does not run ({error}): give a Python interpreter, 3.11 or newer") from error
 
 
-def _diptych(dtype: str) -> Stack:
-    about = f"this stack: weights, activations and KV cache in {dtype}"
-    return Stack(f"diptych-{dtype}", WORKERS / "diptych_worker.py", {"dtype": dtype}, about)
+def _diptych(name: str, about: str, **formats: str) -> Stack:
+    return Stack(f"diptych-{name}", WORKERS / "diptych_worker.py", {"formats": formats}, f"this stack: {about}")
+
+
+def _diptych_in(dtype: str) -> Stack:
+    return _diptych(dtype, f"weights, activations and KV cache in {dtype}", weights=dtype, compute=dtype, kv_dtype=dtype)
 
 
 def _transformers(dtype: str, compiled: bool) -> Stack:
@@ -97,8 +100,11 @@ CEILINGS = Stack("ceilings", WORKERS / "ceilings_worker.py", {}, "the machine it
 STACKS = {
     stack.name: stack
     for stack in (
-        _diptych("f32"),
-        _diptych("bf16"),
+        _diptych(
+            "native", "weights as the file stores them, products in int8 with a scale for every 32, KV cache in bf16", weights="native"
+        ),
+        _diptych_in("f32"),
+        _diptych_in("bf16"),
         _transformers("f32", compiled=False),
         _transformers("f32", compiled=True),
         _transformers("bf16", compiled=False),

@@ -82,8 +82,8 @@ WEIGHTS = flags.DEFINE_enum(
     "weights",
     "auto",
     FORMATS,
-    "Storage of weights; native is as the file packs them, auto the same with native kernels, else f32 on CPU and bf16 elsewhere. The others "
-    "round them; w8a8 activations too.",
+    "Storage of weights; native is as the file packs them, auto the same with native kernels, else f32 on CPU and bf16 elsewhere. "
+    "The others round them; w8a8 activations too.",
 )
 HEAD_WEIGHTS = flags.DEFINE_enum("head_weights", "auto", FORMATS, "Storage of embedding and head; auto as --weights, but int8 with int4.")
 WEIGHTS_GROUP = flags.DEFINE_integer("weights_group", None, "With --weights=int4: inputs that share a scale: 32, 64 or 128; default 64.")

@@ -45,8 +45,7 @@ def attend_cache(
       [B, T, N, V] in q's dtype, 0 where a query sees nothing; keys; values.
     """
     B, T, N, H = q.shape
-    L, X, K, _, _ = keys.shape
-    V = values.shape[-1]
+    K, V = keys.shape[2], values.shape[-1]
     f32, i32 = jnp.float32, jnp.int32
     new_keys, new_values = (jnp.zeros((B, 0, K, H), f32), jnp.zeros((B, 0, K, V), f32)) if new is None else new
     rows = jnp.arange(B, dtype=i32) if rows is None else rows

@@ -134,9 +134,9 @@ def load(
     Args:
       name: a preset's name, the path of a .gguf file or of a model's folder (Hugging Face's, or one that `save` wrote), or
         hf:ORG/NAME[@REVISION] for a model of the Hugging Face Hub.
-      weights: storage of the layers' matrices: auto (native with native kernels, else f32 on CPU and bf16 elsewhere; packed where `save` wrote
-        them so), native (packed as the file stores them, what it doesn't in f32 or bf16), f32, bf16; int8, w8a8 (products round activations to 8 bits too), int4 or fp8, to which
-        they are rounded; or a `quantization.Scheme`.
+      weights: storage of the layers' matrices: auto (native with native kernels, else f32 on CPU and bf16 elsewhere; packed where `save`
+        wrote them so), native (packed as the file stores them, the others f32 on CPU and bf16 elsewhere), f32, bf16; int8, w8a8 (products
+        round activations to 8 bits too), int4 or fp8, to which they are rounded; or a `quantization.Scheme`.
       head_weights: of embedding and head, likewise; auto follows `weights`, but int8 goes with int4.
       weights_group: inputs that share a scale at int4: 32, 64 or 128; None: 64.
       compute: of activations: auto (f32 on CPU, bf16 elsewhere), f32, bf16.

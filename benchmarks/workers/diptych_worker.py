@@ -5,21 +5,23 @@ import time
 import jax
 import jaxlib
 import numpy as np
+from flax import linen as nn
 from protocol import serve
 
 import kv
 import runtime
 import sampling
+from model import abstract_params
 from sampling.batch import STEPS, Batch, plan_capacity
 
 OPTIONS = sampling.SamplingOptions(ignore_eos=True, max_new_tokens=2**31 - 1)
 
 
 class Diptych:
-    def __init__(self, model, threads, dtype):
+    def __init__(self, model, threads, formats):
         del threads  # XLA took them from NPROC, when JAX started
         runtime.enable_compilation_cache()
-        self.lm = sampling.load(model, weights=dtype, compute=dtype, kv_dtype=dtype)
+        self.lm = sampling.load(model, **formats)
         self.info = {
             "load_seconds": self.lm.load_seconds,
             "vocab_size": self.lm.config.vocab_size,
@@ -31,7 +33,8 @@ class Diptych:
 
     def _work(self):
         """What `benchmarks.limits.Work` needs to know of the model."""
-        config, params = self.lm.config, self.lm.params
+        config = self.lm.config
+        params = nn.meta.unbox(abstract_params(config))
         embedding = params["embedding"].size
         head = embedding if config.tie_embeddings else params["head"].size
         total = sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -152,7 +152,7 @@ def test_leading_axes_orders_and_input_scales_are_as_with_any_weight():
 
 
 def test_calls_that_do_not_fit_are_refused():
-    kind, good = KINDS[6], {"code": 41, "zero": 0, "present": 14, "activations": 0}
+    kind, good = KINDS[6], {"code": 41, "zero": 0, "present": 14, "activations": 0, "gate": 0, "eps": 0.0}
     w = tiled(kind, None)
     arrays = [np.ones((2, kind.inputs), np.float32), *w.planes, w.scales, w.offsets, w.super_scales, w.super_offsets]
     shape = (2, *kind.outs)
