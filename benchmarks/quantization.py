@@ -3,7 +3,7 @@
     python benchmarks/quantization.py --out=quantization.json
     python benchmarks/quantization.py --task=memory
 
-Formats take turns, round by round, so that whatever else the machine does meets all of them; speeds are medians.
+`int8` alone rounds activations where native kernels run; `int8/float` does not. Formats take turns, round by round, so that whatever else the machine does meets all of them; speeds are medians.
 """
 
 import json
@@ -19,7 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 TASK = flags.DEFINE_enum("task", "all", ["all", "memory"], "memory: only the table of bytes for a model of 7B parameters.")
 MODELS = flags.DEFINE_list("models", ["smollm2-135m-instruct", "gemma3-270m"], "Presets or paths.")
-FORMATS = flags.DEFINE_list("formats", ["f32", "bf16", "native", "int8", "w8a8", "int4", "fp8"], "Values of --weights; bf16 is needed.")
+FORMATS = flags.DEFINE_list(
+    "formats",
+    ["f32", "bf16", "native", "native/float", "int8", "int8/float", "w8a8", "int4", "int4/float", "fp8"],
+    "Values of --weights, and after a slash of --activations; bf16 is needed.",
+)
+KERNELS = flags.DEFINE_enum("kernels", "auto", ["auto", "xla", "native"], "As of run_inference.py.")
 FOLDERS = flags.DEFINE_multi_string("folder", [], "MODEL=NAME=PATH: a folder that --task=quantize wrote of MODEL, to measure as well.")
 TOKENS = flags.DEFINE_integer("tokens", 8192, "Tokens of the evaluation text to predict; 0 leaves quality out.")
 PROMPT = flags.DEFINE_integer("prompt", 256, "Tokens per prefill.")
@@ -67,10 +72,12 @@ def memory() -> dict[str, Any]:
 def measure(name: str) -> dict[str, Any]:
     import sampling
 
-    compute = {"compute": "f32", "kv_dtype": "f32"}
-    models = {
-        each: sampling.load(name, weights=each, **compute | ({"compute": "bf16"} if each == "bf16" else {})) for each in FORMATS.value
-    }
+    compute = {"compute": "f32", "kv_dtype": "f32", "kernels": KERNELS.value}
+    models = {}
+    for each in FORMATS.value:
+        weights, _, activations = each.partition("/")
+        changes = {"compute": "bf16"} if weights == "bf16" else {}
+        models[each] = sampling.load(name, weights=weights, activations=activations or "auto", **compute | changes)
     for text in FOLDERS.value:
         model, label, path = text.split("=", 2)
         if model == name:
@@ -111,7 +118,7 @@ def check_bytes(name: str, models: dict[str, Any], rows: dict[str, Any]) -> None
     from sampling.formats import weight_formats
 
     for label, lm in models.items():
-        if label == "native":
+        if label.startswith("native"):
             path = checkpoint.resolve(name)
             if path.suffix != ".gguf":
                 continue
@@ -119,7 +126,7 @@ def check_bytes(name: str, models: dict[str, Any], rows: dict[str, Any]) -> None
             formula = sum(info.num_bytes for info in file.tensors.values())
             formula += sum(4 * info.num_bytes // 144 for info in file.tensors.values() if info.type.name == "Q4_K")
         elif label in FORMATS.value:
-            parts = checkpoint.weight_bytes(lm.config, checkpoint.Storage(*weight_formats(label, where=platform())))
+            parts = checkpoint.weight_bytes(lm.config, checkpoint.Storage(*weight_formats(label.partition("/")[0], where=platform())))
             formula = parts["layers"] + parts["head"] + parts["other"]
         else:
             continue

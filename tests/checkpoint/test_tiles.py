@@ -1,0 +1,42 @@
+"""Weights laid out for the native kernels: each family computes with them what it computes without, and gets back what it was given."""
+
+import jax
+import numpy as np
+import pytest
+
+import checkpoint
+from kernels import TiledArray, cpu
+from model import tiled, untiled
+from parity.compare import forward
+from quantization import SCHEMES, Scheme
+from tests.checkpoint.test_storage import NAMES, QUICK, TOKENS
+from tests.parity import fixture as fixtures
+
+pytestmark = pytest.mark.skipif(cpu.instruction_set() is None, reason=f"no native kernels here: {cpu.reason()}")
+
+INT4 = Scheme("uint4", 32, symmetric=False)
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES])
+def test_every_family_computes_the_same_with_native_kernels(name, tmp_path):
+    folder = fixtures.write_folder(fixtures.read(name), tmp_path / "model")
+    loaded = checkpoint.load(folder, layers=SCHEMES["int8"], head=SCHEMES["int8"])
+    native = tiled(loaded.params, loaded.config, round_activations=False)
+    leaves = jax.tree.leaves(native, is_leaf=lambda w: isinstance(w, TiledArray))
+    count = sum(isinstance(w, TiledArray) for w in leaves)
+    assert count >= len(loaded.config.layers)  # those whose inputs are a multiple of 32
+    got, want = (forward(loaded.config, params, TOKENS)[0] for params in (native, loaded.params))
+    np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+    jax.tree.map(np.testing.assert_array_equal, untiled(native, loaded.config), loaded.params)
+
+
+def test_rounded_activations_change_predictions_a_little():
+    path = checkpoint.resolve("smollm2-135m-instruct")
+    loaded = checkpoint.load(path, layers="native", head="native")
+    exact, rounded = (
+        forward(loaded.config, tiled(loaded.params, loaded.config, round_activations=flag), TOKENS)[0] for flag in (False, True)
+    )
+    chances = [np.exp(logits - logits.max(-1, keepdims=True)) for logits in (exact, rounded)]
+    chances = [each / each.sum(-1, keepdims=True) for each in chances]
+    divergence = (chances[0] * (np.log(chances[0] + 1e-30) - np.log(chances[1] + 1e-30))).sum(-1)
+    assert 0 < divergence.mean() < 0.02
