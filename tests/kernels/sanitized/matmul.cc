@@ -1,4 +1,4 @@
-// Products with tiled weights: any code, groups, numbers of scales, activations as they are or rounded.
+// Products with tiled weights: any code, groups and numbers of scales; activations as they are, normed, rounded; gates and residuals.
 #include "matmul.h"
 
 #include <cmath>
@@ -36,7 +36,10 @@ void FuzzMatmul(Random& random, bool avx512) {
   const MatmulKernels& kernels = avx512 ? kMatmulAvx512 : kMatmulAvx2;
   Weights w{};
   w.code = random.one_of({Code::kU4, Code::kU8, Code::kU5, Code::kU6, Code::kF4});
-  w.outs = random.between(1, 70);
+  Products products{};
+  products.gate = random.one_of({Gate::kNone, Gate::kNone, Gate::kSilu, Gate::kGelu});
+  const bool has_gate = products.gate != Gate::kNone;
+  w.outs = has_gate ? 2 * kRows * random.between(1, 3) : random.between(1, 70);
   w.inputs = kBlock * random.between(1, 12);
   w.zero = static_cast<int32_t>(w.code == Code::kU8 ? 128 : w.code == Code::kF4 ? 12 : random.between(0, 32));
   std::vector<int64_t> spans = {kBlock / 2};
@@ -75,29 +78,37 @@ void FuzzMatmul(Random& random, bool avx512) {
   rows.count = random.between(0, 40);
   rows.rounded = random.chance(66);
   rows.whole = rows.rounded && w.groups == 1 && !w.zeros.data && !w.offsets.data && random.chance(66);
-  const bool ordinary = random.chance(50);
+  const bool ordinary = random.chance(50), has_norm = random.chance(30);
   const auto x = array<float>(rows.count * w.inputs, [&] { return ordinary || random.chance(95) ? random.normal() : random.extreme(); });
   const int64_t blocks = rows.rounded ? rows.count * w.blocks() : 0;
   const auto nothing = [] { return 0; };
   auto codes = array<int8_t>(blocks * kBlock, nothing);
   auto scales = array<float>(rows.whole ? rows.count : blocks, [] { return kUnwritten; });
   auto sums = array<int32_t>(2 * blocks, nothing);
-  rows.x = x.data(), rows.codes = codes.data(), rows.scales = scales.data(), rows.sums = sums.data();
-  Describe("code %d, %lld x %lld, %lld groups, %lld supers, scales %d, zeros %d, offsets %d, %lld rows, rounded %d, whole %d, ordinary %d",
+  const auto norm = array<float>(has_norm ? w.inputs : 0, [&] { return random.normal(); });
+  auto normed = array<float>(has_norm ? x.size() : 0, [] { return kUnwritten; });
+  rows.given = x.data(), rows.x = has_norm ? normed.data() : x.data(), rows.norm = has_norm ? norm.data() : nullptr, rows.eps = 1e-6f;
+  rows.codes = codes.data(), rows.scales = scales.data(), rows.sums = sums.data();
+  Describe("code %d, %lld x %lld, %lld groups, %lld supers, scales %d, zeros %d, offsets %d, %lld rows, rounded %d, whole %d, ordinary %d, norm %d, gate %d",
            static_cast<int>(w.code), static_cast<long long>(w.outs), static_cast<long long>(w.inputs), static_cast<long long>(w.groups),
            static_cast<long long>(w.supers), static_cast<int>(w.scales.number), static_cast<int>(w.zeros.number),
-           static_cast<int>(w.offsets.number), static_cast<long long>(rows.count), rows.rounded, rows.whole, ordinary);
+           static_cast<int>(w.offsets.number), static_cast<long long>(rows.count), rows.rounded, rows.whole, ordinary, has_norm, static_cast<int>(products.gate));
 
-  if (rows.rounded) {  // in two pieces, as threads do
+  if (rows.rounded || rows.norm) {  // in two pieces, as threads do
     const int64_t cut = random.between(0, rows.count);
-    kernels.round(rows, w.inputs, cut, rows.count);
-    kernels.round(rows, w.inputs, 0, cut);
+    kernels.prepare(rows, w.inputs, cut, rows.count);
+    kernels.prepare(rows, w.inputs, 0, cut);
   }
-  auto at_once = array<float>(rows.count * w.outs, [] { return kUnwritten; }), in_pieces = at_once;
-  kernels.multiply(w, rows, at_once.data(), 0, w.tiles());
-  const int64_t cut = random.between(0, w.tiles());
-  kernels.multiply(w, rows, in_pieces.data(), cut, w.tiles());
-  kernels.multiply(w, rows, in_pieces.data(), 0, cut);
+  const int64_t outs = has_gate ? w.outs / 2 : w.outs, tiles = has_gate ? w.tiles() / 2 : w.tiles();
+  const auto residual = array<float>(random.chance(30) ? rows.count * outs : 0, [&] { return random.normal(); });
+  products.residual = residual.empty() ? nullptr : residual.data();
+  auto at_once = array<float>(rows.count * outs, [] { return kUnwritten; }), in_pieces = at_once;
+  products.out = at_once.data();
+  kernels.multiply(w, rows, products, 0, tiles);
+  const int64_t cut = random.between(0, tiles);
+  products.out = in_pieces.data();
+  kernels.multiply(w, rows, products, cut, tiles);
+  kernels.multiply(w, rows, products, 0, cut);
   for (size_t i = 0; i < at_once.size(); ++i) {
     Check(std::memcmp(&at_once[i], &in_pieces[i], sizeof(float)) == 0 || (std::isnan(at_once[i]) && std::isnan(in_pieces[i])),
           "tiles do not depend on the pieces that they are computed in");

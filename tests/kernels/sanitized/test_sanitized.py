@@ -1,4 +1,4 @@
-"""The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, called with made-up shapes. `fuzz.h` says how to add an operation."""
+"""The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, called with made-up shapes; `fuzz.h` says how to add some."""
 
 import os
 import platform
