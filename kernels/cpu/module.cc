@@ -25,11 +25,15 @@ void* Scratch(Use use, size_t bytes) {
   };
   thread_local Memory memories[static_cast<int>(Use::kCount)];
   Memory& memory = memories[static_cast<int>(use)];
-  if (memory.size < bytes) {
+#ifdef __SANITIZE_ADDRESS__
+  constexpr bool kExact = true;  // so that what lies past the end is found
+#else
+  constexpr bool kExact = false;
+#endif
+  if (memory.size < bytes || (kExact && memory.size > bytes)) {
     std::free(memory.data);
-    memory.size = (bytes + bytes / 2 + 63) / 64 * 64;
-    memory.data = std::aligned_alloc(64, memory.size);
-    if (memory.data == nullptr) std::abort();
+    memory.size = kExact ? bytes : bytes + bytes / 2;
+    if (posix_memalign(&memory.data, 64, memory.size) != 0) std::abort();
   }
   return memory.data;
 }

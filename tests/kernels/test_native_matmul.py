@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import cpu
-from kernels.native_matmul import native_matmul
+from kernels.native_matmul import can_gate, native_matmul
+from kernels.norm import Normed
 from kernels.tiled_array import BLOCK, TiledArray, tile
 from tests.kernels.packed import KINDS, Kind, numbers, random_weights
 
@@ -149,6 +150,67 @@ def test_leading_axes_orders_and_input_scales_are_as_with_any_weight():
     assert got.shape == (2, 3, *kind.outs)
     close(got.reshape(6, -1), (x * scales)[..., order].reshape(6, -1), kind, None)
     assert multiply(x.astype(jnp.bfloat16), w).dtype == jnp.bfloat16
+
+
+GATED = [
+    Kind("uint4", (2, 32), 96, 32, has=("offsets",)),
+    Kind("uint6", (2, 16), 256, 16, zero=32, has=("super_scales",), scales=np.dtype(np.int8)),
+    Kind("int8", (2, 48), 160, 160, scales=np.dtype(np.float32)),
+]
+
+
+EXPONENTS = {"silu": lambda x: -x, "gelu_tanh": lambda x: -2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)}  # either is x / (1 + e^this)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("gate", EXPONENTS)
+def test_a_gated_product_is_the_activated_first_half_times_the_second(gate, activations, name):
+    gated = jax.jit(native_matmul, static_argnames="gate")
+    for kind in GATED:
+        w = tiled(kind, activations)
+        assert can_gate(w, gate) and not can_gate(w, "relu") and not can_gate(tiled(KINDS[0], None).replace(outs=(2, 24)), gate)
+        x = np.random.default_rng(0).normal(size=(5, kind.inputs)).astype(np.float32)
+        x *= np.float32([[1e-6], [1e-3], [0.01], [1], [100]])
+        with instructions(name), np.errstate(over="ignore"):
+            got = np.asarray(gated(x, w, gate=gate), np.float64)
+            both = np.asarray(multiply(x, w), np.float64)
+            gates, ups = both[:, 0], both[:, 1]
+            exponent = EXPONENTS[gate](gates)
+            want = gates / (1 + np.exp(exponent)) * ups
+            # Four roundings of the exponent and a few of all else; less than 1e-35 of the gate is taken for about that.
+            bound = ROUNDING * (8 + 4 * np.minimum(np.abs(exponent), 88)) * np.abs(want) + 1e-35 * np.abs(gates * ups) + SMALLEST
+            assert (np.abs(got - want) <= bound).all()
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_a_residual_is_added_once(activations, name):
+    for kind in (KINDS[1], KINDS[4], KINDS[10]):
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(5, kind.inputs)).astype(np.float32)
+        residual = rng.normal(size=(5, *kind.outs)).astype(np.float32)
+        with instructions(name):
+            got = multiply(x, tiled(kind, activations), residual)
+            np.testing.assert_array_equal(got, np.asarray(multiply(x, tiled(kind, activations))) + residual)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_a_norm_that_is_left_to_the_product_is_done_before_it(activations, name):
+    for kind in (KINDS[1], KINDS[7], KINDS[10]):
+        rng, eps = np.random.default_rng(0), 1e-5
+        x = rng.normal(size=(5, kind.inputs)).astype(np.float32) * np.float32([[1e-4], [0.01], [1], [30], [1e4]])
+        scale = rng.normal(size=kind.inputs).astype(np.float32)
+        wide = x.astype(np.float64)
+        normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * scale
+        with instructions(name):
+            got = multiply(Normed(jnp.asarray(x), jnp.asarray(scale), eps), tiled(kind, activations))
+        want, bound = expected(normed.astype(np.float32), kind, activations)
+        bound = 2 * bound  # the norm is a sum of as many terms itself
+        if activations is not None:  # where it is off, one activation or two may be rounded the other way
+            bound += 2 * np.abs(normed).max(-1, keepdims=True) / 127 * np.abs(numbers(kind)[0]).max()
+        assert (np.abs(np.asarray(got, np.float64).reshape(want.shape) - want) <= bound).all()
 
 
 def test_calls_that_do_not_fit_are_refused():

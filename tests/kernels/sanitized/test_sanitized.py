@@ -1,0 +1,107 @@
+"""The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, called with made-up shapes; `fuzz.h` says how to add some."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jaxlib
+import pytest
+
+from kernels import cpu
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+KERNELS = ROOT / "kernels/cpu"
+COMPILER = shutil.which("g++")
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+FLAGS = ["-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-w", f"-I{KERNELS}", f"-I{HERE}", *SANITIZE]
+OPTIONS = {"ASAN_OPTIONS": "abort_on_error=1", "UBSAN_OPTIONS": "abort_on_error=1:print_stacktrace=1"}
+BROKEN = "matmul_avx2"
+CASES = 2000  # with each instruction set
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(COMPILER is None, reason="there is no g++"),
+    pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="the kernels are for x86-64 Linux"),
+]
+
+
+def run(*command: object, cwd: Path | None = None, **more: str) -> str:
+    environment = os.environ | OPTIONS | more
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[:6000] + done.stderr[-1000:]
+    return done.stdout
+
+
+def compiled(sources: list[Path], folder: Path, *flags: str) -> list[Path]:
+    objects = [folder / f"{source.stem}_{source.parent.name}.o" for source in sources]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda source, made: run(COMPILER, *FLAGS, *flags, "-c", source, "-o", made), sources, objects))
+    return objects
+
+
+def linked(objects: list[Path], program: Path, *flags: str) -> Path:
+    run(COMPILER, *SANITIZE, *flags, *objects, "-o", program)
+    return program
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory) -> list[Path]:
+    kernels = [source for source in KERNELS.glob("*.cc") if source.name != "module.cc"]  # which is XLA's and Python's side
+    return compiled([*HERE.glob("*.cc"), *kernels], tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.mark.parametrize("operation", ["matmul", "attention"])
+def test_no_call_reads_or_writes_what_is_not_its_own(objects, tmp_path, operation):
+    made = run(linked(objects, tmp_path / "fuzz"), 1, CASES, operation).split()
+    assert made[0] == f"{operation}:" and int(made[1]) in (CASES, 2 * CASES)  # a CPU may lack AVX-512
+
+
+def test_a_store_past_the_end_is_found_and_named(objects, tmp_path):
+    """The harness itself, with kernels that write whole vectors where fewer numbers are left."""
+    for source in KERNELS.glob("*.*"):
+        shutil.copy(source, tmp_path)
+    header = tmp_path / "avx2.h"
+    text = header.read_text(encoding="utf-8")
+    broken = text.replace("std::memcpy(p, whole, count * sizeof(float));", "std::memcpy(p, whole, sizeof whole);", 1)
+    assert broken != text
+    header.write_text(broken, encoding="utf-8")
+    others = [each for each in objects if not each.name.startswith(BROKEN)]
+    program = linked([*others, *compiled([tmp_path / f"{BROKEN}.cc"], tmp_path)], tmp_path / "fuzz")
+    with pytest.raises(AssertionError, match=r"(?s)heap-buffer-overflow.*in matmul, seed \d+, avx2: "):
+        run(program, 1, CASES, "matmul")
+
+
+@pytest.mark.skipif(cpu.native is None, reason="the native kernels are not built")
+def test_calls_that_come_through_jax_stay_within_their_own_too(tmp_path):
+    """The tests of native kernels, with a module of their own that is sanitized: XLA's and Python's side of it, and threads."""
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    headers = ["-fPIC", "-isystem", f"{Path(jaxlib.__file__).parent}/include", f"-I{sysconfig.get_path('include')}"]
+    objects = compiled([*KERNELS.glob("*.cc")], tmp_path, *headers)
+    linked(objects, tmp_path / "kernels/cpu/native.abi3.so", "-shared")
+    tests = [path for path in HERE.parent.glob("test_native_*.py")]
+    arguments = [
+        "-q",
+        "-c",
+        os.devnull,
+        f"--rootdir={ROOT}",
+        "--import-mode=importlib",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not eight_devices",
+    ]
+    told = {
+        "LD_PRELOAD": " ".join(run(COMPILER, f"-print-file-name={name}").strip() for name in ("libasan.so", "libstdc++.so")),
+        "ASAN_OPTIONS": "abort_on_error=1:detect_leaks=0",  # the interpreter's own
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    where = run(sys.executable, "-c", "from kernels import cpu; print(cpu.native.__file__)", cwd=tmp_path, **told)
+    assert where.strip() == str(tmp_path / "kernels/cpu/native.abi3.so")
+    assert " passed" in run(sys.executable, "-m", "pytest", *arguments, *tests, cwd=tmp_path, **told)
