@@ -283,13 +283,16 @@ def commit(case: Mistake, folder: pathlib.Path, tiny, cli_in) -> tuple[object, b
     return result, snapshot(folder) == before
 
 
-@pytest.fixture(scope="module")
-def committed(request, tmp_path_factory, tiny, cli_in):
-    """committed(case): its result. All that were selected run beforehand, as many at a time as there are cores."""
+@pytest.fixture(scope="module", params=["warm", pytest.param("alone", marks=pytest.mark.slow)])
+def committed(request, tmp_path_factory, tiny, cli_in, warm_cli_in):
+    """committed(case): its result, in a process that had its imports done or in one of its own. All that were selected run beforehand, as
+    many at a time as there are cores."""
+    run = warm_cli_in if request.param == "warm" else cli_in
     own = [item for item in request.session.items if item.getparent(pytest.Module) is request.node]
-    cases = [item.callspec.params["case"] for item in own if "committed" in item.fixturenames]
+    given = [item.callspec.params for item in own if "committed" in item.fixturenames]
+    cases = [params["case"] for params in given if params["committed"] == request.param]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = {case: pool.submit(commit, case, tmp_path_factory.mktemp("mistake"), tiny, cli_in) for case in cases}
+        futures = {case: pool.submit(commit, case, tmp_path_factory.mktemp("mistake"), tiny, run) for case in cases}
         yield lambda case: futures[case].result()
         pool.shutdown(cancel_futures=True)
 
