@@ -154,6 +154,12 @@ def cli(cli_in, tmp_path) -> Callable[..., Run]:
 
 
 @pytest.fixture
+def warm_cli(warm_cli_in, tmp_path) -> Callable[..., Run]:
+    """warm_cli(*args, stdin=b""): `cli` likewise."""
+    return lambda *args, **kwargs: warm_cli_in(tmp_path, *args, **kwargs)
+
+
+@pytest.fixture
 def shell(tmp_path) -> Callable[..., Run]:
     """shell(script, *args): a shell script in which `cli "$@"` is the command line with `args`."""
     function = 'cli() { "$python" "$script" "$@"; }\n'
