@@ -107,9 +107,9 @@ class QuantArray(Packed):
             grouped -= self.zeros[..., None].astype(jnp.float32)
         if self.zero:
             grouped -= self.zero
-        grouped *= _times(self.scales, self.super_scales)[..., None]
+        grouped *= scaled(self.scales, self.super_scales)[..., None]
         if self.offsets is not None:
-            offsets = _times(self.offsets, self.super_offsets)[..., None]
+            offsets = scaled(self.offsets, self.super_offsets)[..., None]
             grouped = grouped + offsets if self.super_offsets is None else grouped - offsets
         wide = grouped.reshape(wide.shape)
         if self.order is not None:
@@ -232,8 +232,8 @@ def widen_float8(x: jax.Array) -> jax.Array:
     return half.astype(jnp.float32) * 256.0
 
 
-def _times(values: jax.Array, supers: jax.Array | None) -> jax.Array:
-    """f32 [..., groups]."""
+def scaled(values: jax.Array, supers: jax.Array | None) -> jax.Array:
+    """f32 [..., groups]: each group's values, times what several groups share."""
     wide = values.astype(jnp.float32)
     if supers is None:
         return wide

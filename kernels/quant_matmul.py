@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.operands import cpu_operands
+from kernels.parted_matmul import parted_matmul
 from kernels.quant_array import QuantArray
 
 _BLOCK = 2**20  # weights that the CPU widens at once: 4 MiB
@@ -35,23 +36,12 @@ def quant_matmul(x: jax.Array, w: QuantArray) -> jax.Array:
         x = jnp.take(x, w.order, axis=-1)
     w = w.replace(input_scales=None, order=None)
     rows = x.reshape(math.prod(lead), x.shape[-1])
-    out = _int8(rows, w) if w.activations else jax.lax.platform_dependent(rows, w, cpu=_widened_cpu, default=_widened)
+    out = _int8(rows, w) if w.activations else jax.lax.platform_dependent(rows, w, cpu=_widened_cpu, default=parted_matmul)
     return out.reshape(*lead, *outs).astype(x.dtype)
 
 
-def _widened(x: jax.Array, w: QuantArray) -> jax.Array:
-    """f32 [R, O...]; the operands are in x's dtype.
-
-    The barrier ties the weights to the activations: else the compiler would unpack codes of less than a byte ahead of a decode loop, and
-    read the wide weights in each step.
-    """
-    x, w = jax.lax.optimization_barrier((x, w))
-    dims = ((1,), (w.ndim - 1,)), ((), ())
-    return jax.lax.dot_general(x, w.widen(x.dtype), dims, preferred_element_type=jnp.float32)
-
-
 def _widened_cpu(x: jax.Array, w: QuantArray) -> jax.Array:
-    """As `_widened`, with the weight on the left, as in `kernels.matmul`."""
+    """f32 [R, O...]; the operands are in x's dtype, the weight is on the left, as in `kernels.matmul`."""
     if len(x) == 1 and x.dtype == jnp.bfloat16:
         x = x.astype(jnp.float32)  # one row of bf16 would take a naive loop; f32 holds every product exactly
 

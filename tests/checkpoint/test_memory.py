@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("dtype", "mesh", "layer_loop"),
     [
-        ("float32", "", "unrolled"),
+        pytest.param("float32", "", "unrolled", marks=pytest.mark.slow),
         ("bfloat16", "", "unrolled"),
         ("float32", "model=4", "unrolled"),
         pytest.param("bfloat16", "model=2,fsdp=2", "unrolled", marks=pytest.mark.slow),

@@ -56,7 +56,9 @@ def write(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("pack", [writers.by_shifts, writers.bit_by_bit], ids=lambda pack: pack.__name__)
+@pytest.mark.parametrize(
+    "pack", [writers.by_shifts, pytest.param(writers.bit_by_bit, marks=pytest.mark.slow)], ids=lambda pack: pack.__name__
+)
 @pytest.mark.parametrize("kind", QUANTIZATION)
 def test_logits_are_those_of_the_dequantized_folder(write, tmp_path, kind, pack):
     folder, plain = write(kind, pack)

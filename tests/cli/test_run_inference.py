@@ -283,13 +283,16 @@ def commit(case: Mistake, folder: pathlib.Path, tiny, cli_in) -> tuple[object, b
     return result, snapshot(folder) == before
 
 
-@pytest.fixture(scope="module")
-def committed(request, tmp_path_factory, tiny, cli_in):
-    """committed(case): its result. All that were selected run beforehand, as many at a time as there are cores."""
+@pytest.fixture(scope="module", params=["warm", pytest.param("alone", marks=pytest.mark.slow)])
+def committed(request, tmp_path_factory, tiny, cli_in, warm_cli_in):
+    """committed(case): its result, in a process that had its imports done or in one of its own. All that were selected run beforehand, as
+    many at a time as there are cores."""
+    run = warm_cli_in if request.param == "warm" else cli_in
     own = [item for item in request.session.items if item.getparent(pytest.Module) is request.node]
-    cases = [item.callspec.params["case"] for item in own if "committed" in item.fixturenames]
+    given = [item.callspec.params for item in own if "committed" in item.fixturenames]
+    cases = [params["case"] for params in given if params["committed"] == request.param]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = {case: pool.submit(commit, case, tmp_path_factory.mktemp("mistake"), tiny, cli_in) for case in cases}
+        futures = {case: pool.submit(commit, case, tmp_path_factory.mktemp("mistake"), tiny, run) for case in cases}
         yield lambda case: futures[case].result()
         pool.shutdown(cancel_futures=True)
 
@@ -371,11 +374,11 @@ def test_a_question_on_stdin_is_answered_in_text_with_one_line_of_numbers(cli, g
 # The tiny model: random text, but all of the command line
 
 
-def test_streamed_text_messages_and_stdin_agree_with_json(cli, tmp_path, tiny):
+def test_streamed_text_messages_and_stdin_agree_with_json(warm_cli, tmp_path, tiny):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     (tmp_path / "chat.json").write_text("\ufeff" + json.dumps(chat), encoding="utf-8")  # some editors put a byte-order mark first
     common = [tiny.flag, "--max_new_tokens=24", *tiny.ascii_only]
-    as_json = cli(*common, "--messages=chat.json", "--json")
+    as_json = warm_cli(*common, "--messages=chat.json", "--json")
     assert as_json.code == 0, as_json.err
     answer = json.loads(as_json.out)
     check_schema(answer)
@@ -383,15 +386,15 @@ def test_streamed_text_messages_and_stdin_agree_with_json(cli, tmp_path, tiny):
     rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert answer["prompt_tokens"] == len(re.sub(r"<\|\w+\|>", "#", rendered))
 
-    streamed = cli(*common, "--system=Be brief.", stdin=b"Hi\n")
+    streamed = warm_cli(*common, "--system=Be brief.", stdin=b"Hi\n")
     assert (streamed.code, streamed.out) == (0, answer["text"] + "\n"), streamed.err
     assert streamed.err.startswith("[length] ")
     assert summary(streamed.err.removesuffix("\n")).group("prompt", "new") == (str(answer["prompt_tokens"]), "24")
 
 
-def test_a_seed_gives_the_same_answer_again_with_its_logprobs_and_stop_cuts_it(cli, tiny):
+def test_a_seed_gives_the_same_answer_again_with_its_logprobs_and_stop_cuts_it(warm_cli, tiny):
     args = [tiny.flag, "--prompt=Hi", "--json", "--max_new_tokens=24", "--temperature=1", "--logprobs=2", *tiny.ascii_only]
-    whole = cli(*args, "--seed=7")
+    whole = warm_cli(*args, "--seed=7")
     assert whole.code == 0, whole.err
     answer = json.loads(whole.out)
     check_schema(answer, "logprobs")
@@ -405,7 +408,7 @@ def test_a_seed_gives_the_same_answer_again_with_its_logprobs_and_stop_cuts_it(c
 
     stop = answer["text"][10:13]
     cut = answer["text"].index(stop)
-    again = json.loads(cli(*args, "--seed=7", "--stop=#nowhere#", f"--stop={stop}").out)
+    again = json.loads(warm_cli(*args, "--seed=7", "--stop=#nowhere#", f"--stop={stop}").out)
     assert (again["text"], again["finish_reason"]) == (answer["text"][:cut], "stop")
     assert again["tokens"] == answer["tokens"][: cut + len(stop)]
 
@@ -448,8 +451,8 @@ def test_a_prompt_file_gives_an_object_per_line_in_its_order_with_its_options_an
     assert answers[2]["tokens"] != answers[0]["tokens"][:12]
 
 
-def test_stats_tell_what_the_cache_takes_and_holds(cli, tiny):
-    result = cli(tiny.flag, "--prompt=Hello", "--raw", "--kv=int4", "--kv_group=8", "--max_new_tokens=3", "--stats")
+def test_stats_tell_what_the_cache_takes_and_holds(warm_cli, tiny):
+    result = warm_cli(tiny.flag, "--prompt=Hello", "--raw", "--kv=int4", "--kv_group=8", "--max_new_tokens=3", "--stats")
     assert result.code == 0, result.err
     *table, line, numbers = result.err.splitlines()
     assert table[1].split()[:5] == ["2", "dense:", "k,", "v", "int4"]
@@ -459,11 +462,11 @@ def test_stats_tell_what_the_cache_takes_and_holds(cli, tiny):
     assert summary(numbers)
 
 
-def test_prompts_of_a_file_share_pages(cli, tmp_path, tiny):
+def test_prompts_of_a_file_share_pages(warm_cli, tmp_path, tiny):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"Hello there, {name}"}) + "\n" for name in ("Ann", "Bob")))
     common = (tiny.flag, "--prompt_file=in.jsonl", "--raw", "--json", "--max_new_tokens=6")
-    plain = cli(*common)
-    shared = cli(*common, "--cache=paged", "--page_size=4", "--prefix_cache", "--stats")
+    plain = warm_cli(*common)
+    shared = warm_cli(*common, "--cache=paged", "--page_size=4", "--prefix_cache", "--stats")
     assert (plain.code, shared.code) == (0, 0), shared.err
     assert [answer["tokens"] for answer in json.loads(shared.out)] == [answer["tokens"] for answer in json.loads(plain.out)]
     assert "prefix cache: 2 lookups, 12 tokens hit, 20 missed" in shared.err
@@ -537,11 +540,11 @@ def test_ctrl_c_while_the_chat_waits_for_a_turn_ends_it(start, tiny):
 # Evaluation
 
 
-def test_an_evaluation_compares_weights_and_prints_only_its_result(cli, tmp_path, tiny):
+def test_an_evaluation_compares_weights_and_prints_only_its_result(warm_cli, tmp_path, tiny):
     text = "All work and no play makes Jack a dull boy.\n" * 4
     (tmp_path / "text.txt").write_bytes(text.encode())
     args = ["--task=eval", tiny.flag, "--text_file=text.txt", "--window=64", "--stride=48"]
-    as_json, table = cli(*args, "--weights=bf16", "--against=f32", "--json"), cli(*args, "--max_tokens=100")
+    as_json, table = warm_cli(*args, "--weights=bf16", "--against=f32", "--json"), warm_cli(*args, "--max_tokens=100")
     assert (as_json.code, as_json.err, table.code, table.err) == (0, "", 0, "")
     found = json.loads(as_json.out)
     assert [found[key] for key in ("text", "tokens", "bytes", "window", "stride")] == ["text.txt", 4 * 44 - 1, 4 * 44 - 1, 64, 48]

@@ -144,7 +144,7 @@ def test_a_block_is_a_divisor_of_the_hidden_units(F, D, block):
     assert MODULE._block(F, D) == block
 
 
-@pytest.mark.parametrize("name", ["one_token", "prefill", "prefill_bf16"])
+@pytest.mark.parametrize("name", ["one_token", pytest.param("prefill", marks=pytest.mark.slow), "prefill_bf16"])
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_real_numbers_agree_with_float64_within_the_rounding_of_their_formats(name, lowering):
     shape = SHAPES[name]
@@ -196,7 +196,7 @@ def test_an_index_past_the_last_expert_is_no_expert(lowering):
     np.testing.assert_array_equal(run(LOWERINGS[lowering], in_formats(shape, past)), one_by_one(**arguments))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_temporaries_on_cpu_do_not_grow_with_the_number_of_experts(dtype):
     def temporaries(E):
         shape = Shape(T=2, k=2, E=E, D=64, F=128, dtype=dtype, stored=dtype, biases=False)

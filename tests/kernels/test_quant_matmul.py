@@ -20,7 +20,7 @@ def normal(*shape, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("scheme", FLOATS, ids=str)
-@pytest.mark.parametrize("lead", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("lead", [pytest.param((1, 1), marks=pytest.mark.slow), (2, 3)])
 def test_a_product_is_that_of_the_widened_weights(scheme, lead):
     w = quantize(normal(3, 5, 7, 128), scheme)
     x = normal(*lead, 128)

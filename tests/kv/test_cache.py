@@ -208,10 +208,12 @@ def call(name, dtype):
 @pytest.mark.parametrize(
     ("name", "orders", "as_bits"),
     [
-        *(("indexer", orders, False) for orders in ORDERS),
-        ("indexer", ORDERS[2], True),
+        ("indexer", ORDERS[0], False),
+        pytest.param("indexer", ORDERS[1], False, marks=pytest.mark.slow),
+        pytest.param("indexer", ORDERS[2], False, marks=pytest.mark.slow),
+        pytest.param("indexer", ORDERS[2], True, marks=pytest.mark.slow),
         ("latent", ORDERS[1], False),
-        ("window", ORDERS[0], False),
+        pytest.param("window", ORDERS[0], False, marks=pytest.mark.slow),
         ("softcap", ORDERS[2], False),
     ],
 )

@@ -46,7 +46,7 @@ def empty(config, platform="cpu", batch=B, capacity=CAPACITY, dtype=jnp.float32)
     return kv.init(config, batch, capacity, kv.Format.for_platform(platform, np.dtype(dtype)))
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])  # memory orders; both run here
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("tpu", marks=pytest.mark.slow)])  # memory orders; both run here
 def test_prefill_and_decode_equal_the_full_forward(model, tiny_params, tiny_config, tokens, full, platform):
     lengths = jnp.asarray([24, 1, 13])
     logits, cache = prefill(model, tiny_params, empty(tiny_config, platform), tokens, lengths)
@@ -215,10 +215,13 @@ class Hybrid:
         return cache
 
 
-SLOW = ("gemma", "olmo")  # what is new in them is in the others or in the parity tests, too; they are for the slow tier
+def some(quick, names=tuple(CONFIGS)):
+    """Models of these names; what is new in those that are not `quick` is in these or in the parity tests, too: they are slow tests."""
+    params = [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("hybrid", params, indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CONFIGS])
+@pytest.fixture(scope="module")
 def hybrid(request, tokens):
     config = CONFIGS[request.param]
     params = random_params(config, seed=2)
@@ -226,6 +229,7 @@ def hybrid(request, tokens):
     return Hybrid(config, params, np.asarray(logits))
 
 
+@some(quick=["gpt_oss", "deepseek"])
 def test_hybrid_prefill_decode_and_rewind_equal_the_full_forward(hybrid, tokens):
     lengths = jnp.asarray([20, 1, 13])
     logits, cache = prefill(hybrid.model, hybrid.params, empty(hybrid.config), tokens, lengths)
@@ -238,6 +242,7 @@ def test_hybrid_prefill_decode_and_rewind_equal_the_full_forward(hybrid, tokens)
         cache = hybrid.feed(tokens, cache)
 
 
+@some(quick=["gpt_oss"])
 def test_hybrid_chunks_of_any_cut_equal_one_call(hybrid, tokens):
     rng = np.random.default_rng(5)
     cache = empty(hybrid.config)
@@ -253,7 +258,7 @@ def test_hybrid_chunks_of_any_cut_equal_one_call(hybrid, tokens):
                 assert_equal(logits[place, : counts[row]], hybrid.full[row, held[row] : held[row] + counts[row]])
 
 
-@pytest.mark.parametrize("hybrid", ["gpt_oss", "deepseek"], indirect=True)  # those with experts
+@some(quick=["gpt_oss"], names=["gpt_oss", "deepseek"])  # those with experts
 def test_hybrid_row_alone_equals_the_same_row_in_any_company(hybrid, tokens):
     """In particular padding and other rows change nothing of a token's experts."""
     together, cache = prefill(hybrid.model, hybrid.params, empty(hybrid.config), tokens, jnp.asarray([20, 3, 11]))
@@ -266,7 +271,7 @@ def test_hybrid_row_alone_equals_the_same_row_in_any_company(hybrid, tokens):
     np.testing.assert_array_equal(moved[2], together[2])  # one executable: bit for bit
 
 
-@pytest.mark.parametrize("hybrid", ["gpt_oss", "deepseek"], indirect=True)  # between them, every product there is
+@some(quick=["gpt_oss"], names=["gpt_oss", "deepseek"])  # between them, every product there is
 def test_a_hybrid_in_bf16_stays_near_f32(hybrid, tokens):
     low = Transformer(hybrid.config, dtype=jnp.dtype(jnp.bfloat16))
     cache = kv.init(hybrid.config, B, CAPACITY, kv.Format.for_platform("cpu", np.dtype(jnp.bfloat16)))

@@ -42,8 +42,15 @@ def layer_answers(name, dtype="float32", page_size=None):
     return np.concatenate(outs, axis=1)
 
 
-@pytest.mark.parametrize("page_size", [None, 4])
-@pytest.mark.parametrize("name", ["mla", "deepseek"])
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [
+        ("mla", None),
+        pytest.param("mla", 4, marks=pytest.mark.slow),
+        pytest.param("deepseek", None, marks=pytest.mark.slow),
+        ("deepseek", 4),
+    ],
+)
 def test_both_forms_give_the_same_answers_from_the_same_weights(monkeypatch, name, page_size):
     got = {}
     for form, choice in FORMS.items():

@@ -57,8 +57,8 @@ def test_equal_models_agree(folder):
 @pytest.mark.parametrize(
     ("family", "changes", "cause"),
     [
-        ("mistral", {"rms_norm_eps": 0.02}, "eps/norm"),
-        ("mistral", {"rope_parameters.rope_theta": 3e4}, "positions/rope"),
+        pytest.param("mistral", {"rms_norm_eps": 0.02}, "eps/norm", marks=pytest.mark.slow),
+        pytest.param("mistral", {"rope_parameters.rope_theta": 3e4}, "positions/rope", marks=pytest.mark.slow),
         pytest.param("mistral", {"rope_parameters.rope_theta": 1e6}, "positions/rope", marks=pytest.mark.slow),
         ("mistral", {"sliding_window": None}, "mask/window"),
         pytest.param("mistral", {"sliding_window": 7}, "mask/window", marks=pytest.mark.slow),

@@ -94,7 +94,15 @@ def test_options_of_pages_need_pages(lm, more):
         answers(lm, **more)
 
 
-@pytest.mark.parametrize("format", [{"margin": 20}, {"page_size": 4, "margin": 20}], ids=["ring", "paged"])
+RINGS = [
+    pytest.param({"margin": 20}, id="ring"),
+    pytest.param(
+        {"page_size": 4, "margin": 20}, id="paged", marks=pytest.mark.slow
+    ),  # as in the next test, which has a prefix cache besides
+]
+
+
+@pytest.mark.parametrize("format", RINGS)
 def test_layers_with_a_window_keep_no_more_than_they_need_and_answer_the_same(windowed, expected_windowed, format):
     lm, batches = stored(windowed, **format), []
     got = answers(lm, inspect=batches.append)
