@@ -3,7 +3,8 @@
     python benchmarks/quantization.py --out=quantization.json
     python benchmarks/quantization.py --task=memory
 
-`int8` alone rounds activations where native kernels run; `int8/float` does not. Formats take turns, round by round, so that whatever else the machine does meets all of them; speeds are medians.
+Native kernels round activations; `int8/float` does not.
+Formats take turns, round by round, so that whatever else the machine does meets all of them; speeds are medians.
 """
 
 import json

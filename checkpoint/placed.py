@@ -117,6 +117,7 @@ def _rounded(source: Source, weight: Weight, names: tuple[str, ...], placement: 
     width = math.prod(weight.shape[rows:])
     scheme.check(width, place)
     shards = 1 if placement is None else weight.shape[rows] // placement.sharding(names).shard_shape(weight.shape)[rows]
+    scheme = scheme.fitted(width // shards)
     if scheme.group is not None and (width // shards) % scheme.group:
         raise UserError(
             f"a group of {scheme.group} does not divide the {width // shards} inputs of {place} that each of {shards} devices has: use "

@@ -86,7 +86,9 @@ WEIGHTS = flags.DEFINE_enum(
     "The others round them; w8a8 activations too.",
 )
 HEAD_WEIGHTS = flags.DEFINE_enum("head_weights", "auto", FORMATS, "Storage of embedding and head; auto as --weights, but int8 with int4.")
-WEIGHTS_GROUP = flags.DEFINE_integer("weights_group", None, "With --weights=int4: inputs that share a scale: 32, 64 or 128; default 64.")
+WEIGHTS_GROUP = flags.DEFINE_integer(
+    "weights_group", None, "With --weights=int4 or int8: inputs that share a scale: 32, 64 or 128; default 64."
+)
 AGAINST = flags.DEFINE_enum(
     "against",
     None,

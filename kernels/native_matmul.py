@@ -9,7 +9,6 @@ from kernels import cpu
 from kernels.norm import Normed, plain
 from kernels.tiled_array import CODES, ROWS, SIGN, TiledArray
 
-ACTIVATIONS = {None: 0, "blocks": 1, "int8": 2}
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2}
 FLOAT4_ZERO = 12  # as `kernels/cpu/matmul.inc` stores what stands for 0
 
@@ -55,7 +54,7 @@ def native_matmul(x: jax.Array | Normed, w: TiledArray, residual: jax.Array | No
         code=CODES[w.code],
         zero={"int8": SIGN + w.zero, "float4": FLOAT4_ZERO}.get(w.code, w.zero),
         present=sum(1 << bit for bit, array in enumerate(more) if array is not None),
-        activations=ACTIVATIONS[w.activations],
+        rounds=w.rounds,
         gate=GATES[gate],
         eps=float(eps),
     )

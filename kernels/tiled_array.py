@@ -35,7 +35,8 @@ class TiledArray(Packed):
       scales, zeros, offsets: [tiles, groups, 16]; super_scales, super_offsets: [tiles, supers, 16].
       input_scales, order: [I].
       outs: O...; static, as what follows.
-      code, zero, activations: as of `QuantArray`; the latter may be "int8" here by blocks of 32 inputs: "blocks".
+      code, zero, activations: as of `QuantArray`.
+      rounds: whether products round their activations to 8 bits, with a scale for every 32 of them.
     """
 
     planes: tuple[Any, ...]
@@ -50,6 +51,7 @@ class TiledArray(Packed):
     code: str = dataclasses.field(default="uint4", metadata={"static": True})
     zero: int = dataclasses.field(default=0, metadata={"static": True})
     activations: str | None = dataclasses.field(default=None, metadata={"static": True})
+    rounds: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,9 +72,8 @@ class TiledArray(Packed):
             return None if array is None else array.swapaxes(-1, -2).reshape(-1, array.shape[-2])[:rows].reshape(*self.outs, -1)
 
         grouped = {name: untile(getattr(self, name)) for name in GROUPED}
-        activations = "int8" if self.activations == "int8" else None
         rest = {"input_scales": self.input_scales, "order": self.order, "code": self.code, "zero": self.zero}
-        return QuantArray(pack(codes, self.code), **grouped, **rest, activations=activations)
+        return QuantArray(pack(codes, self.code), **grouped, **rest, activations=self.activations)
 
     def take_rows(self, indices: jax.Array) -> QuantArray:
         """Rows of [O, I]: [*indices.shape, I]; those past the end are the last."""
@@ -107,12 +108,12 @@ def can_tile(w: QuantArray) -> bool:
     return w.code in CODES and width % BLOCK == 0 and (span % BLOCK == 0 or span == BLOCK // 2) and not w.spread
 
 
-def tile(w: QuantArray, activations: str | None) -> TiledArray:
+def tile(w: QuantArray, rounds: bool = False) -> TiledArray:
     """`w` for the native kernels, bit for bit.
 
     Args:
       w: see `can_tile`.
-      activations: as of `TiledArray`.
+      rounds: as of `TiledArray`; in any case where the weights say that activations are rounded.
     """
     outs, width = w.shape[:-1], w.shape[-1]
     rows = math.prod(outs)
@@ -135,7 +136,8 @@ def tile(w: QuantArray, activations: str | None) -> TiledArray:
         outs=outs,
         code=w.code,
         zero=w.zero,
-        activations=activations,
+        activations=w.activations,
+        rounds=rounds or w.activations is not None,
     )
 
 

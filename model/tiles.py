@@ -26,7 +26,7 @@ def tiled(params: Any, config: ModelConfig, round_activations: bool) -> Any:
             return JoinedArray(tuple(one(box, part) for part in w.parts), w.axis)
         if not isinstance(w, QuantArray) or not can_tile(w):
             return w
-        return _tile(w, w.activations or ("blocks" if round_activations else None))
+        return _tile(w, rounds=round_activations)
 
     return _each(params, config, one)
 
@@ -51,5 +51,5 @@ def _each(params: Any, config: ModelConfig, change: Any) -> Any:
     return flax.traverse_util.unflatten_dict(weights)
 
 
-_tile = jax.jit(tile, static_argnames=("activations",))
+_tile = jax.jit(tile, static_argnames=("rounds",))
 _untile = jax.jit(TiledArray.untiled)

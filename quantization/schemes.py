@@ -26,6 +26,7 @@ class Scheme:
       rows: neighbouring rows that share it as well. Every row still stores it, so that rows can be split in any way.
       symmetric: no zeros of their own for groups: of `uint` codes, the middle one stands for 0.
       activations: "int8": products round their activations too, with a scale per token.
+      or_rows: where the group does not divide a row, the whole row is one.
     """
 
     code: str
@@ -33,6 +34,12 @@ class Scheme:
     rows: int = 1
     symmetric: bool = True
     activations: str | None = None
+    or_rows: bool = False
+
+    def fitted(self, width: int) -> "Scheme":
+        """For rows of `width` weights."""
+        whole = self.or_rows and self.group is not None and width % self.group
+        return dataclasses.replace(self, group=None) if whole else self
 
     @property
     def bits(self) -> int:
@@ -49,7 +56,7 @@ class Scheme:
         Raises:
           UserError: the group does not divide the width, or codes don't fill bytes.
         """
-        group = width if self.group is None else self.group
+        group = self.fitted(width).group or width
         if width % group or (group % (RUN // 2) and group != width):
             fitting = [size for size in GROUPS if width % size == 0]
             remedy = f"give one of {', '.join(map(str, fitting))}" if fitting else "use --weights=int8 for this model"
@@ -78,6 +85,7 @@ def quantize(w: jax.Array, scheme: Scheme) -> QuantArray:
     Returns:
       As `scheme` says.
     """
+    scheme = scheme.fitted(w.shape[-1])
     grouped = grouped_weights(w, scheme)
     scales, zeros = fit_grid(grouped, scheme)
     return assemble(encode(grouped, scales, zeros, scheme), scales, zeros, scheme, w.shape)

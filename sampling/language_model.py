@@ -138,7 +138,7 @@ def load(
         wrote them so), native (packed as the file stores them, the others f32 on CPU and bf16 elsewhere), f32, bf16; int8, w8a8 (products
         round activations to 8 bits too), int4 or fp8, to which they are rounded; or a `quantization.Scheme`.
       head_weights: of embedding and head, likewise; auto follows `weights`, but int8 goes with int4.
-      weights_group: inputs that share a scale at int4: 32, 64 or 128; None: 64.
+      weights_group: inputs that share a scale at int4 and int8: 32, 64 or 128; None: 64 (at int8 whole rows where that does not divide).
       compute: of activations: auto (f32 on CPU, bf16 elsewhere), f32, bf16.
       kv_dtype: of the KV cache: auto (f32 on a CPU without native kernels, else bf16), f32, bf16, int8, int4, fp8.
       cache: layout of the KV cache: "dense" (slots of each row's own; of layers with a window a ring) or "paged".

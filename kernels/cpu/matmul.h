@@ -37,10 +37,10 @@ struct Rows {
   float eps;
   const float* x;     // what is multiplied: `given`, or room for the normed ones
   int64_t count;
-  // Of rounded ones, by row and block of inputs (`whole`: one scale for the row):
-  bool rounded, whole;
+  // Of rounded ones, by row and block of inputs:
+  bool rounded;
   int8_t* codes;    // [count, inputs]
-  float* scales;    // [count, blocks], or [count]
+  float* scales;    // [count, blocks]
   int32_t* sums;    // [count, blocks, 2]: of codes, for each half of a block
 };
 

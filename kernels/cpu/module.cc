@@ -71,9 +71,9 @@ bool ToNumber(ffi::DataType type, Number* number) {
 }
 
 // x f32 [rows, I] times tiled weights: f32 [rows, O]. `present`: which of zeros, offsets, super_scales and super_offsets follow the scales,
-// then a norm [I] and a residual [rows, O], a bit each. `activations`: 0 as they are, 1 rounded to int8 by blocks of 32, 2 by rows. With a
+// then a norm [I] and a residual [rows, O], a bit each. `rounds`: x is rounded to int8, by blocks of 32. With a
 // `gate` (see `Gate`) the result is [rows, O / 2].
-ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t present, int32_t activations, int32_t gate, float eps,
+ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t present, int32_t rounds, int32_t gate, float eps,
                   ffi::Buffer<ffi::F32> x, ffi::RemainingArgs rest, ffi::ResultBuffer<ffi::F32> out) {
   if (x.dimensions().size() != 2 || out->dimensions().size() != 2) return Wrong("matmul takes and gives two axes");
   Weights w{};
@@ -139,13 +139,11 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
   }
   const int64_t span = w.inputs / w.groups;
   if (span >= kBlock && span % kBlock) return Wrong("groups must be whole blocks");
-  if (activations == 2 && (w.groups != 1 || (present & 3) || w.inputs > 65536)) activations = 1;
 
   rows.given = rows.x = x.typed_data();
   rows.eps = eps;
   rows.count = x.dimensions()[0];
-  rows.rounded = activations != 0;
-  rows.whole = activations == 2;
+  rows.rounded = rounds != 0;
   const MatmulKernels& kernels = Matmuls();
   const int64_t numbers = rows.count * w.inputs, blocks = rows.rounded ? rows.count * w.blocks() : 0;
   if (rows.rounded || rows.norm) {
@@ -173,7 +171,7 @@ XLA_FFI_DEFINE_HANDLER(kMatmulHandler, Matmul,
                            .Attr<int32_t>("code")
                            .Attr<int32_t>("zero")
                            .Attr<int32_t>("present")
-                           .Attr<int32_t>("activations")
+                           .Attr<int32_t>("rounds")
                            .Attr<int32_t>("gate")
                            .Attr<float>("eps")
                            .Arg<ffi::Buffer<ffi::F32>>()

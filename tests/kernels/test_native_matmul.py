@@ -25,10 +25,10 @@ pytestmark = pytest.mark.skipif(cpu.instruction_set() is None, reason=f"no nativ
 
 SETS = ["avx512", "avx2"]
 ROWS = [1, 5, 40]  # alone; not all that are multiplied at once; many
-ACTIVATIONS = [None, "blocks", "int8"]
+ROUNDS = [False, True]
 ROUNDING = 2.0**-24  # of f32, relative
 SMALLEST = 2.0**-126  # XLA's threads take smaller f32 for 0
-LEAST = 2.0**-118  # activations are rounded to 0 where none of those that share a scale is larger
+LEAST = 2.0**-118  # rounds are rounded to 0 where none of those that share a scale is larger
 
 
 @contextlib.contextmanager
@@ -43,8 +43,8 @@ def instructions(name: str):
 
 
 @functools.cache
-def tiled(kind: Kind, activations: str | None, seed: int = 0) -> TiledArray:
-    return tile(random_weights(kind, seed), activations)
+def tiled(kind: Kind, rounds: bool, seed: int = 0) -> TiledArray:
+    return tile(random_weights(kind, seed), rounds)
 
 
 multiply = jax.jit(native_matmul)
@@ -60,19 +60,18 @@ def rounded(x: np.ndarray, span: int) -> np.ndarray:
     return (codes.astype(np.float64) * scales).reshape(x.shape)
 
 
-def expected(x: np.ndarray, kind: Kind, activations: str | None) -> tuple[np.ndarray, np.ndarray]:
+def expected(x: np.ndarray, kind: Kind, rounds: bool) -> tuple[np.ndarray, np.ndarray]:
     """The product [rows, O] in f64, and how far f32 may be from it: each of the terms that are added one after another is off by a
     rounding of the sum of all, and by three or four of its own."""
     wide, magnitudes = numbers(kind)
-    if activations is not None:
-        whole = activations == "int8" and kind.group == kind.inputs and not {"zeros", "offsets"} & set(kind.has)
-        x = rounded(x, kind.inputs if whole else BLOCK)
+    if rounds:
+        x = rounded(x, BLOCK)
     sums = np.abs(x).astype(np.float64) @ magnitudes.T
     return x.astype(np.float64) @ wide.T, (kind.inputs + 8) * (ROUNDING * sums + SMALLEST * (magnitudes.sum(-1) + 1))
 
 
-def close(got: jax.Array, x: np.ndarray, kind: Kind, activations: str | None) -> None:
-    want, bound = expected(x, kind, activations)
+def close(got: jax.Array, x: np.ndarray, kind: Kind, rounds: bool) -> None:
+    want, bound = expected(x, kind, rounds)
     assert got.shape == (len(x), *kind.outs) and got.dtype == jnp.float32
     off = np.abs(np.asarray(got, np.float64).reshape(want.shape) - want)
     assert (off <= bound).all(), f"off by {(off / bound).max():.1f} times what is allowed"
@@ -101,54 +100,54 @@ def draw_rows(data: st.DataObject, kind: Kind) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_products_are_those_of_the_formula_with_either_instruction_set(kind, activations, data):
-    x, w = draw_rows(data, kind), tiled(kind, activations)
+def test_products_are_those_of_the_formula_with_either_instruction_set(kind, rounds, data):
+    x, w = draw_rows(data, kind), tiled(kind, rounds)
     for name in SETS:
         with contextlib.suppress(pytest.skip.Exception), instructions(name):
-            close(multiply(x, w), x, kind, activations)
+            close(multiply(x, w), x, kind, rounds)
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("activations", ACTIVATIONS)
-def test_a_row_alone_is_the_row_in_company_to_the_bit(activations, name):
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_a_row_alone_is_the_row_in_company_to_the_bit(rounds, name):
     with instructions(name):
         for kind in KINDS:
             x = np.random.default_rng(0).normal(size=(max(ROWS), kind.inputs)).astype(np.float32)
-            together = np.asarray(multiply(x, tiled(kind, activations)))
+            together = np.asarray(multiply(x, tiled(kind, rounds)))
             for row in (0, 7, 39):
-                np.testing.assert_array_equal(multiply(x[row : row + 1], tiled(kind, activations))[0], together[row])
+                np.testing.assert_array_equal(multiply(x[row : row + 1], tiled(kind, rounds))[0], together[row])
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("activations", ACTIVATIONS)
-def test_a_number_that_is_none_makes_its_row_so_and_no_other(activations, name):
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_a_number_that_is_none_makes_its_row_so_and_no_other(rounds, name):
     kind = KINDS[1]
     for bad in (np.nan, np.inf, -np.inf):
         x = np.ones((5, kind.inputs), np.float32)
         x[2, 40] = bad
         with instructions(name):
-            got = np.asarray(multiply(x, tiled(kind, activations)))
+            got = np.asarray(multiply(x, tiled(kind, rounds)))
         assert not np.isfinite(got[2]).any() and np.isfinite(np.delete(got, 2, 0)).all()
 
 
-@pytest.mark.parametrize("activations", ACTIVATIONS)
-def test_no_rows_give_none(activations):
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_no_rows_give_none(rounds):
     for kind in KINDS[:1] + KINDS[10:11]:
-        assert multiply(np.zeros((0, kind.inputs), np.float32), tiled(kind, activations)).shape == (0, *kind.outs)
+        assert multiply(np.zeros((0, kind.inputs), np.float32), tiled(kind, rounds)).shape == (0, *kind.outs)
 
 
 def test_leading_axes_orders_and_input_scales_are_as_with_any_weight():
     kind, rng = KINDS[2], np.random.default_rng(3)
     order, scales = rng.permutation(kind.inputs).astype(np.int32), rng.normal(size=kind.inputs).astype(np.float32)
-    w = tiled(kind, None).replace(order=jnp.asarray(order), input_scales=jnp.asarray(scales))
+    w = tiled(kind, False).replace(order=jnp.asarray(order), input_scales=jnp.asarray(scales))
     x = rng.normal(size=(2, 3, kind.inputs)).astype(np.float32)
     got = multiply(x, w)
     assert got.shape == (2, 3, *kind.outs)
-    close(got.reshape(6, -1), (x * scales)[..., order].reshape(6, -1), kind, None)
+    close(got.reshape(6, -1), (x * scales)[..., order].reshape(6, -1), kind, False)
     assert multiply(x.astype(jnp.bfloat16), w).dtype == jnp.bfloat16
 
 
@@ -163,13 +162,13 @@ EXPONENTS = {"silu": lambda x: -x, "gelu_tanh": lambda x: -2 * np.sqrt(2 / np.pi
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("gate", EXPONENTS)
-def test_a_gated_product_is_the_activated_first_half_times_the_second(gate, activations, name):
+def test_a_gated_product_is_the_activated_first_half_times_the_second(gate, rounds, name):
     gated = jax.jit(native_matmul, static_argnames="gate")
     for kind in GATED:
-        w = tiled(kind, activations)
-        assert can_gate(w, gate) and not can_gate(w, "relu") and not can_gate(tiled(KINDS[0], None).replace(outs=(2, 24)), gate)
+        w = tiled(kind, rounds)
+        assert can_gate(w, gate) and not can_gate(w, "relu") and not can_gate(tiled(KINDS[0], False).replace(outs=(2, 24)), gate)
         x = np.random.default_rng(0).normal(size=(5, kind.inputs)).astype(np.float32)
         x *= np.float32([[1e-6], [1e-3], [0.01], [1], [100]])
         with instructions(name), np.errstate(over="ignore"):
@@ -184,20 +183,20 @@ def test_a_gated_product_is_the_activated_first_half_times_the_second(gate, acti
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("activations", ACTIVATIONS)
-def test_a_residual_is_added_once(activations, name):
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_a_residual_is_added_once(rounds, name):
     for kind in (KINDS[1], KINDS[4], KINDS[10]):
         rng = np.random.default_rng(0)
         x = rng.normal(size=(5, kind.inputs)).astype(np.float32)
         residual = rng.normal(size=(5, *kind.outs)).astype(np.float32)
         with instructions(name):
-            got = multiply(x, tiled(kind, activations), residual)
-            np.testing.assert_array_equal(got, np.asarray(multiply(x, tiled(kind, activations))) + residual)
+            got = multiply(x, tiled(kind, rounds), residual)
+            np.testing.assert_array_equal(got, np.asarray(multiply(x, tiled(kind, rounds))) + residual)
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("activations", ACTIVATIONS)
-def test_a_norm_that_is_left_to_the_product_is_done_before_it(activations, name):
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_a_norm_that_is_left_to_the_product_is_done_before_it(rounds, name):
     for kind in (KINDS[1], KINDS[7], KINDS[10]):
         rng, eps = np.random.default_rng(0), 1e-5
         x = rng.normal(size=(5, kind.inputs)).astype(np.float32) * np.float32([[1e-4], [0.01], [1], [30], [1e4]])
@@ -205,17 +204,17 @@ def test_a_norm_that_is_left_to_the_product_is_done_before_it(activations, name)
         wide = x.astype(np.float64)
         normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * scale
         with instructions(name):
-            got = multiply(Normed(jnp.asarray(x), jnp.asarray(scale), eps), tiled(kind, activations))
-        want, bound = expected(normed.astype(np.float32), kind, activations)
+            got = multiply(Normed(jnp.asarray(x), jnp.asarray(scale), eps), tiled(kind, rounds))
+        want, bound = expected(normed.astype(np.float32), kind, rounds)
         bound = 2 * bound  # the norm is a sum of as many terms itself
-        if activations is not None:  # where it is off, one activation or two may be rounded the other way
+        if rounds:  # where it is off, one activation or two may be rounded the other way
             bound += 2 * np.abs(normed).max(-1, keepdims=True) / 127 * np.abs(numbers(kind)[0]).max()
         assert (np.abs(np.asarray(got, np.float64).reshape(want.shape) - want) <= bound).all()
 
 
 def test_calls_that_do_not_fit_are_refused():
-    kind, good = KINDS[6], {"code": 41, "zero": 0, "present": 14, "activations": 0, "gate": 0, "eps": 0.0}
-    w = tiled(kind, None)
+    kind, good = KINDS[6], {"code": 41, "zero": 0, "present": 14, "rounds": 0, "gate": 0, "eps": 0.0}
+    w = tiled(kind, False)
     arrays = [np.ones((2, kind.inputs), np.float32), *w.planes, w.scales, w.offsets, w.super_scales, w.super_offsets]
     shape = (2, *kind.outs)
 
@@ -254,7 +253,7 @@ def test_calls_that_do_not_fit_are_refused():
 def test_many_python_threads_may_call_at_once():
     kinds = [KINDS[1], KINDS[3], KINDS[9], KINDS[10]]
     x = {kind: np.random.default_rng(0).normal(size=(5, kind.inputs)).astype(np.float32) for kind in kinds}
-    calls = [(kind, activations) for kind in kinds for activations in ("blocks", None, "int8")]
+    calls = [(kind, rounds) for kind in kinds for rounds in ROUNDS]
     want = {call: np.asarray(multiply(x[call[0]], tiled(*call))) for call in calls}
 
     def work(turn: int) -> list[bool]:
@@ -266,7 +265,7 @@ def test_many_python_threads_may_call_at_once():
 
 def test_scanned_layers_are_the_layers_one_after_another():
     kind = Kind("uint4", (128,), 128, 32, has=("offsets",))
-    layers = [tiled(kind, "blocks", seed) for seed in range(4)]
+    layers = [tiled(kind, True, seed) for seed in range(4)]
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
     x = np.random.default_rng(0).normal(size=(3, 128)).astype(np.float32)
 

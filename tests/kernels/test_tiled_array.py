@@ -31,15 +31,16 @@ def same(got: QuantArray, want: QuantArray) -> None:
 def test_untiled_is_what_was_tiled_to_the_bit(kind):
     w = weights(kind)
     assert can_tile(w)
-    tiled = jax.jit(tile, static_argnums=1)(w, w.activations)
+    tiled = jax.jit(tile)(w)
     assert isinstance(tiled, TiledArray) and tiled.shape == w.shape and tiled.size == w.size
     same(jax.jit(TiledArray.untiled)(tiled), w)
     np.testing.assert_array_equal(tiled.widen(), w.widen())
 
 
-def test_activations_by_blocks_are_the_tiles_own():
+def test_that_products_round_is_the_tiles_own():
     w = random_weights(KINDS[0])
-    assert tile(w, "blocks").untiled().activations is None
+    assert tile(w, True).rounds and not tile(w).rounds and tile(w.replace(activations="int8")).rounds
+    assert tile(w, True).untiled().activations is None
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if len(kind.outs) == 1], ids=str)
@@ -47,7 +48,7 @@ def test_rows_are_the_quant_arrays_own(kind):
     w = weights(kind)
     last = kind.outs[0] - 1
     indices = jnp.asarray([[0, last, last // 2], [last + 1, 10**6, min(16, last)]])  # those past the end are the last
-    got = jax.jit(take_rows, static_argnums=2)(tile(w, None), indices, jnp.float32)
+    got = jax.jit(take_rows, static_argnums=2)(tile(w), indices, jnp.float32)
     np.testing.assert_array_equal(got, take_rows(w, indices, jnp.float32))
 
 
@@ -55,12 +56,12 @@ def test_codes_lie_as_documented():
     codes = np.zeros((20, 64), np.uint8)
     codes[17, 32 + 4 * 3 + 2] = 5  # the second tile's row 1, the second block's vector 3, its input 2
     scales = jnp.arange(40, dtype=jnp.float32).reshape(20, 2)
-    whole = tile(QuantArray((jnp.asarray(codes.view(np.int8)),), scales, code="int8"), None)
+    whole = tile(QuantArray((jnp.asarray(codes.view(np.int8)),), scales, code="int8"))
     plane = np.asarray(whole.planes[0]) ^ 0x80  # [tiles, blocks, 8 vectors of 64]
     assert plane.shape == (2, 2, 512) and plane[1, 1, 3 * 64 + 4 * 1 + 2] == 5
     assert (plane[0] == 0).all() and (plane[1] != 0).sum() == 1 + 2 * 12 * 32  # and 12 rows of filling, stored as 0
     np.testing.assert_array_equal(whole.scales[1, :, 1], scales[17])
-    halves = tile(QuantArray(pack(codes, "uint4"), scales, code="uint4"), None)
+    halves = tile(QuantArray(pack(codes, "uint4"), scales, code="uint4"))
     plane = np.asarray(halves.planes[0])  # vectors 2 and 3 share bytes, the latter in the high halves
     assert plane.shape == (2, 2, 256) and plane[1, 1, 1 * 64 + 4 * 1 + 2] == 5 << 4 and (plane != 0).sum() == 1
 
