@@ -5,8 +5,10 @@ a byte that is repeated for its two codes, and *then reshaped* to the one axis o
 repetition out, in f32, and reads it back. So nothing is reshaped here: the inputs stay in parts, and the product sums over all of them.
 
     uint4, groups of 64:  w [O, groups, 2 runs, 2 codes of a byte, 16 bytes]     x [R, groups, 2, 2, 16]
-    int8, groups of 128:  w [O, groups, 128]                                     x [R, groups, 128]
     a scale per row:      it multiplies the sums, and only codes are widened, which the GPU's compiler fuses as well
+
+Codes of a byte that have groups (`fp8_block`) are the exception: XLA joins their two parts again, and widens a matrix right before its
+product.
 """
 
 import itertools
@@ -47,7 +49,8 @@ def parted_matmul(x: jax.Array, w: QuantArray) -> jax.Array:
     if w.code not in WHOLE:
         x, w = jax.lax.optimization_barrier((x, w))
     parts = parts_of(w)
-    scale_sums = w.scales.shape[-1] == 1 and w.offsets is None
+    # Of split weights sums are communicated, in x's dtype unless something in f32 follows: their scales stay inside.
+    scale_sums = w.scales.shape[-1] == 1 and w.offsets is None and not w.spread
     wide = w.widen() if parts is None else _widen(w, parts, not scale_sums)  # f32 [O..., *parts]
     x = x.reshape(len(x), *wide.shape[w.ndim - 1 :])
     dims = (tuple(range(1, x.ndim)), tuple(range(w.ndim - 1, wide.ndim))), ((), ())

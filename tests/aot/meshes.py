@@ -127,7 +127,7 @@ def compiled_on(
         params = jax.tree.map(lambda box: placed(box.names, box.value), boxes, is_leaf=is_box)
     else:
         plain = abstract_params(config, jnp.dtype(jnp.bfloat16))
-        kept = jax.eval_shape(lambda: stacked(config, spread(pack_abstract(plain, scheme), True), layer_loop))
+        kept = jax.eval_shape(lambda: stacked(config, spread(pack_abstract(plain, scheme), mesh.size > 1), layer_loop))
         params = jax.tree.map(placed, tree_names(kept, boxes), kept, is_leaf=is_names)
     shapes = jax.eval_shape(lambda: kv.init(config, BATCH, CAPACITY, format, None, placement))
     cache = jax.tree.map(placed, shapes.logical_axes(), shapes, is_leaf=is_names)

@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
     ("dtype", "mesh", "layer_loop"),
     [
         pytest.param("float32", "", "unrolled", marks=pytest.mark.slow),
-        ("bfloat16", "", "unrolled"),
+        pytest.param("bfloat16", "", "unrolled", marks=pytest.mark.slow),
         ("float32", "model=4", "unrolled"),
         pytest.param("bfloat16", "model=2,fsdp=2", "unrolled", marks=pytest.mark.slow),
         pytest.param("float32", "model=4", "scan", marks=pytest.mark.slow),

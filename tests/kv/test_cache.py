@@ -214,7 +214,7 @@ def call(name, dtype):
         pytest.param("indexer", ORDERS[2], True, marks=pytest.mark.slow),
         ("latent", ORDERS[1], False),
         pytest.param("window", ORDERS[0], False, marks=pytest.mark.slow),
-        ("softcap", ORDERS[2], False),
+        pytest.param("softcap", ORDERS[2], False, marks=pytest.mark.slow),
     ],
 )
 def test_the_dense_kind_answers_as_the_one_that_stores_nothing_in_every_order(name, orders, as_bits):

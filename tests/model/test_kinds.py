@@ -40,7 +40,7 @@ def tokens():
 CALLS = st.tuples(st.sampled_from(["chunk", "chunk", "short", "step", "step", "rewind"]), st.tuples(*[st.integers(0, 8)] * B))
 
 
-@every()
+@every(quick=("gqa-paged", "gqa-ring-int8"))
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls=st.lists(CALLS, min_size=4, max_size=14), seed=st.integers(0, 99))
 def test_any_course_of_chunks_steps_and_rewinds_gives_the_full_forwards_logits(name, tokens, calls, seed):

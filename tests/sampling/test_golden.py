@@ -41,6 +41,7 @@ def check_first_logits(lm, records):
         assert list(np.argsort(-np.asarray(logits)[0])[:5]) == list(ids)
 
 
+@pytest.mark.slow  # as the tokens that follow from them are the reference's
 def test_first_logits_are_within_2e_3_of_the_reference(smollm2, smollm2_golden):
     check_first_logits(smollm2, smollm2_golden)
 
@@ -57,6 +58,7 @@ def test_gemma_3_equals_its_reference():
     check_first_logits(lm, records)
 
 
+@pytest.mark.slow  # on a tiny model: tests/model/test_laws.py, tests/sampling/test_loop.py
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_batch_of_eight_equals_each_prompt_alone(smollm2, temperature):
     rng = np.random.default_rng(0)

@@ -18,6 +18,7 @@ from sampling import quantize_model
 INT4 = Scheme("uint4", group=32)
 MATRICES = {"attention/wqkv": (2, 4, 8, 32), "attention/wo": (32, 32), "mlp/w_gate_up": (2, 64, 32), "mlp/w_down": (32, 64)}
 SHORT = {"windows": 4, "window": 32}
+GPTQ = pytest.param("gptq", marks=pytest.mark.slow)
 LEARNED = pytest.param("learned", marks=pytest.mark.slow)
 
 
@@ -51,7 +52,7 @@ def rms_norm(x):  # of a norm whose scale is 1
     return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-5)
 
 
-@pytest.mark.parametrize("method", [*(m for m in driver.METHODS if m != "learned"), LEARNED])
+@pytest.mark.parametrize("method", [*(m for m in driver.METHODS if m not in ("gptq", "learned")), GPTQ, LEARNED])
 def test_all_matrices_of_all_layers_are_packed_and_the_model_runs_with_them(lm, text, method):
     packed = quantize_model(lm, method, INT4, text, steps=4, **SHORT)
     for number in range(2):
