@@ -104,8 +104,8 @@ KERNELS = flags.DEFINE_enum(
 ACTIVATIONS = flags.DEFINE_enum(
     "activations",
     "auto",
-    ["auto", "float", "int8"],
-    "In native products with packed weights: rounded to 8 bits with a scale for every 32 (auto), or as --compute says.",
+    ["auto", "float", "int16", "int8"],
+    "What native products with packed weights round to, with a scale for every 32: auto is int16; int8 is faster for many tokens at once.",
 )
 COMPUTE = flags.DEFINE_enum("compute", "auto", ["auto", "f32", "bf16"], "Number format of activations; auto is f32 on CPU, bf16 elsewhere.")
 KV = flags.DEFINE_enum(

@@ -54,7 +54,7 @@ def native_matmul(x: jax.Array | Normed, w: TiledArray, residual: jax.Array | No
         code=CODES[w.code],
         zero={"int8": SIGN + w.zero, "float4": FLOAT4_ZERO}.get(w.code, w.zero),
         present=sum(1 << bit for bit, array in enumerate(more) if array is not None),
-        rounds=w.rounds,
+        bits=w.rounds,
         gate=GATES[gate],
         eps=float(eps),
     )

@@ -36,7 +36,7 @@ class TiledArray(Packed):
       input_scales, order: [I].
       outs: O...; static, as what follows.
       code, zero, activations: as of `QuantArray`.
-      rounds: whether products round their activations to 8 bits, with a scale for every 32 of them.
+      rounds: bits to which products round their activations, with a scale for every 32 of them: 8, 15, or 0 if they don't.
     """
 
     planes: tuple[Any, ...]
@@ -51,7 +51,7 @@ class TiledArray(Packed):
     code: str = dataclasses.field(default="uint4", metadata={"static": True})
     zero: int = dataclasses.field(default=0, metadata={"static": True})
     activations: str | None = dataclasses.field(default=None, metadata={"static": True})
-    rounds: bool = dataclasses.field(default=False, metadata={"static": True})
+    rounds: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,12 +108,12 @@ def can_tile(w: QuantArray) -> bool:
     return w.code in CODES and width % BLOCK == 0 and (span % BLOCK == 0 or span == BLOCK // 2) and not w.spread
 
 
-def tile(w: QuantArray, rounds: bool = False) -> TiledArray:
+def tile(w: QuantArray, rounds: int = 0) -> TiledArray:
     """`w` for the native kernels, bit for bit.
 
     Args:
       w: see `can_tile`.
-      rounds: as of `TiledArray`; in any case where the weights say that activations are rounded.
+      rounds: as of `TiledArray`; 8 in any case where the weights say that activations are rounded.
     """
     outs, width = w.shape[:-1], w.shape[-1]
     rows = math.prod(outs)
@@ -137,7 +137,7 @@ def tile(w: QuantArray, rounds: bool = False) -> TiledArray:
         code=w.code,
         zero=w.zero,
         activations=w.activations,
-        rounds=rounds or w.activations is not None,
+        rounds=8 if w.activations is not None else rounds,
     )
 
 

@@ -11,12 +11,12 @@ from model.transformer import abstract_params
 from sharding import axes
 
 
-def tiled(params: Any, config: ModelConfig, round_activations: bool) -> Any:
+def tiled(params: Any, config: ModelConfig, activation_bits: int) -> Any:
     """An unrolled parameter tree with its packed matrices as `kernels.TiledArray`s, where the kernels can read them; else as they are, and
     so are experts.
 
     Args:
-      round_activations: whether products with weights that don't say so themselves round activations to 8 bits, with a scale for each 32.
+      activation_bits: to which products round activations, with a scale for each 32, where weights don't say so themselves: 8, 15, or 0.
     """
 
     def one(box: Any, w: Any) -> Any:
@@ -26,7 +26,7 @@ def tiled(params: Any, config: ModelConfig, round_activations: bool) -> Any:
             return JoinedArray(tuple(one(box, part) for part in w.parts), w.axis)
         if not isinstance(w, QuantArray) or not can_tile(w):
             return w
-        return _tile(w, rounds=round_activations)
+        return _tile(w, rounds=activation_bits)
 
     return _each(params, config, one)
 

@@ -5,7 +5,7 @@ from quantization import Scheme
 from runtime import UserError
 
 KERNELS = ("auto", "xla", "native")
-ACTIVATIONS = ("auto", "float", "int8")
+ACTIVATIONS = ("auto", "float", "int16", "int8")
 
 
 def choose_kernels(kernels: str, where: str, *, split: bool = False, layer_loop: str = "unrolled") -> tuple[str, str | None]:
@@ -35,11 +35,11 @@ def choose_kernels(kernels: str, where: str, *, split: bool = False, layer_loop:
     return "xla", f"without native kernels, which are several times as fast: {reason}"
 
 
-def round_activations(activations: str, kernels: str, weights: str | Scheme) -> bool:
-    """Whether native products with packed weights round their activations to 8 bits.
+def activation_bits(activations: str, kernels: str, weights: str | Scheme) -> int:
+    """To how many bits native products with packed weights round their activations: 8, 15, or 0 for not at all.
 
     Args:
-      activations: one of `ACTIVATIONS`; "auto" rounds.
+      activations: one of `ACTIVATIONS`; "auto" is int16, of which 15 bits are used.
       kernels: as `choose_kernels` gives it.
       weights: as of `load`.
 
@@ -48,8 +48,8 @@ def round_activations(activations: str, kernels: str, weights: str | Scheme) -> 
     """
     if activations not in ACTIVATIONS:
         raise UserError(f"--activations={activations} is not known: use one of {', '.join(ACTIVATIONS)}")
-    if activations == "float" and weights == "w8a8":
-        raise UserError("--activations=float is not what --weights=w8a8 says: use --weights=int8")
-    if activations == "int8" and kernels != "native" and weights != "w8a8":
-        raise UserError("--activations=int8 needs native kernels, which do not run here: use --weights=w8a8, or leave it out")
-    return kernels == "native" and activations != "float"
+    if activations in ("float", "int16") and weights == "w8a8":
+        raise UserError(f"--activations={activations} is not what --weights=w8a8 says: use --weights=int8")
+    if activations in ("int16", "int8") and kernels != "native" and weights != "w8a8":
+        raise UserError(f"--activations={activations} needs native kernels, which do not run here: leave it out, or use --weights=w8a8")
+    return {"auto": 15, "float": 0, "int16": 15, "int8": 8}[activations] if kernels == "native" else 0

@@ -18,7 +18,7 @@ from model import ModelConfig, Transformer, tiled, untiled
 from quantization import Scheme
 from runtime import DTYPES, KV_DTYPES, UserError, platform, resolve_dtype
 from sampling.formats import weight_formats
-from sampling.kernel_choice import choose_kernels, round_activations
+from sampling.kernel_choice import activation_bits, choose_kernels
 from sharding import Placement
 from tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf, tokenizer_from_saved
 
@@ -150,7 +150,8 @@ def load(
       layer_loop: "unrolled", or "scan", which compiles layers that repeat once: for models of many layers.
       kernels: auto (native on one CPU where they are built), xla (what JAX compiles) or native (C++: products with packed weights, and
         attention over plain caches).
-      activations: of native products with packed weights: auto (int8), float (as `compute` says), or int8, with a scale for every 32.
+      activations: of native products with packed weights, which round them with a scale for every 32: auto (int16), float (not rounded),
+        int16 or int8.
 
     Raises:
       UserError: no such model, no network, a damaged file, an unknown format; one line with the remedy.
@@ -160,7 +161,7 @@ def load(
     where = platform() if placement is None else placement.platform
     kernels, notice = choose_kernels(kernels, where, split=placement is not None, layer_loop=layer_loop)
     weight_dtype, layers, head = weight_formats(weights, head_weights, weights_group, where, kernels)
-    rounds = round_activations(activations, kernels, weights)
+    bits = activation_bits(activations, kernels, weights)
     dtype = resolve_dtype("compute", compute, where)
     kv_format = cache_format(kv_dtype, cache, page_size, kv_group, where, kernels)
     progress = progress or checkpoint.Progress()
@@ -178,7 +179,7 @@ def load(
             tokenizer = tokenizer_from_folder(loaded.path)
         case _:
             tokenizer = tokenizer_from_saved(loaded.path)
-    params = tiled(loaded.params, loaded.config, rounds) if kernels == "native" else loaded.params
+    params = tiled(loaded.params, loaded.config, bits) if kernels == "native" else loaded.params
     jax.block_until_ready(params)
     return LanguageModel(
         name=str(name),

@@ -37,11 +37,11 @@ struct Rows {
   float eps;
   const float* x;     // what is multiplied: `given`, or room for the normed ones
   int64_t count;
-  // Of rounded ones, by row and block of inputs:
-  bool rounded;
-  int8_t* codes;    // [count, inputs]
-  float* scales;    // [count, blocks]
-  int32_t* sums;    // [count, blocks, 2]: of codes, for each half of a block
+  int bits;           // 0: as they are; else they are rounded, to 8 bits or to 15, with a scale for each block:
+  int8_t* codes;      // [count, inputs]: of 8 bits, or the upper 8 of 15, in steps of 128
+  int8_t* low;        // [count, inputs]: what is left of 15, -64 to 63
+  float* scales;      // [count, blocks]
+  int32_t* sums;      // [count, blocks, 2]: of codes, for each half of a block
 };
 
 // Memory of this thread's own, which stays for its next call with the same use; aligned to 64 bytes. Not a template of the standard

@@ -71,9 +71,9 @@ bool ToNumber(ffi::DataType type, Number* number) {
 }
 
 // x f32 [rows, I] times tiled weights: f32 [rows, O]. `present`: which of zeros, offsets, super_scales and super_offsets follow the scales,
-// then a norm [I] and a residual [rows, O], a bit each. `rounds`: x is rounded to int8, by blocks of 32. With a
+// then a norm [I] and a residual [rows, O], a bit each. `bits`: those that x is rounded to, by blocks of 32: 8 or 15, or 0: not. With a
 // `gate` (see `Gate`) the result is [rows, O / 2].
-ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t present, int32_t rounds, int32_t gate, float eps,
+ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t present, int32_t bits, int32_t gate, float eps,
                   ffi::Buffer<ffi::F32> x, ffi::RemainingArgs rest, ffi::ResultBuffer<ffi::F32> out) {
   if (x.dimensions().size() != 2 || out->dimensions().size() != 2) return Wrong("matmul takes and gives two axes");
   Weights w{};
@@ -143,11 +143,13 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
   rows.given = rows.x = x.typed_data();
   rows.eps = eps;
   rows.count = x.dimensions()[0];
-  rows.rounded = rounds != 0;
+  if (bits != 0 && bits != 8 && bits != 15) return Wrong("activations are rounded to 8 bits or to 15");
+  rows.bits = bits;
   const MatmulKernels& kernels = Matmuls();
-  const int64_t numbers = rows.count * w.inputs, blocks = rows.rounded ? rows.count * w.blocks() : 0;
-  if (rows.rounded || rows.norm) {
-    auto* memory = static_cast<char*>(Scratch(Use::kRows, (rows.norm ? 4 * numbers : 0) + 12 * blocks + numbers));
+  const int64_t numbers = rows.count * w.inputs, blocks = rows.bits ? rows.count * w.blocks() : 0;
+  if (rows.bits || rows.norm) {
+    const int64_t codes = bits == 0 ? 0 : bits == 8 ? numbers : 2 * numbers;
+    auto* memory = static_cast<char*>(Scratch(Use::kRows, (rows.norm ? 4 * numbers : 0) + 12 * blocks + codes));
     if (rows.norm) {
       rows.x = reinterpret_cast<float*>(memory);
       memory += 4 * numbers;
@@ -155,6 +157,7 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
     rows.scales = reinterpret_cast<float*>(memory);
     rows.sums = reinterpret_cast<int32_t*>(memory + 4 * blocks);
     rows.codes = reinterpret_cast<int8_t*>(memory + 12 * blocks);
+    rows.low = rows.codes + (bits == 8 ? 0 : numbers);
     const int64_t piece = std::max<int64_t>(1, 16384 / w.inputs);
     Team::Run(pool, rows.count, piece, [&](int64_t first, int64_t last) { kernels.prepare(rows, w.inputs, first, last); });
   }
@@ -171,7 +174,7 @@ XLA_FFI_DEFINE_HANDLER(kMatmulHandler, Matmul,
                            .Attr<int32_t>("code")
                            .Attr<int32_t>("zero")
                            .Attr<int32_t>("present")
-                           .Attr<int32_t>("rounds")
+                           .Attr<int32_t>("bits")
                            .Attr<int32_t>("gate")
                            .Attr<float>("eps")
                            .Arg<ffi::Buffer<ffi::F32>>()

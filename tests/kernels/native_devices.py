@@ -13,7 +13,7 @@ def main() -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     for kind in KINDS[1], KINDS[3], KINDS[10]:
         x = np.random.default_rng(0).normal(size=(24, kind.inputs)).astype(np.float32)
-        w = tile(random_weights(kind), True)
+        w = tile(random_weights(kind), 15)
 
         def product(x, w):
             return jax.lax.psum(native_matmul(x, w), "data")  # a collective too: those may not wait for threads that kernels hold

@@ -25,10 +25,10 @@ pytestmark = pytest.mark.skipif(cpu.instruction_set() is None, reason=f"no nativ
 
 SETS = ["avx512", "avx2"]
 ROWS = [1, 5, 40]  # alone; not all that are multiplied at once; many
-ROUNDS = [False, True]
+ROUNDS = [0, 8, 15]
 ROUNDING = 2.0**-24  # of f32, relative
 SMALLEST = 2.0**-126  # XLA's threads take smaller f32 for 0
-LEAST = 2.0**-118  # rounds are rounded to 0 where none of those that share a scale is larger
+LEAST = 2.0**-111  # rounds are rounded to 0 where none of those that share a scale is larger
 
 
 @contextlib.contextmanager
@@ -43,34 +43,34 @@ def instructions(name: str):
 
 
 @functools.cache
-def tiled(kind: Kind, rounds: bool, seed: int = 0) -> TiledArray:
+def tiled(kind: Kind, rounds: int, seed: int = 0) -> TiledArray:
     return tile(random_weights(kind, seed), rounds)
 
 
 multiply = jax.jit(native_matmul)
 
 
-def rounded(x: np.ndarray, span: int) -> np.ndarray:
-    """f64, x in steps of 1 / 127 of the largest of each `span` neighbours, as f32 arithmetic finds them."""
-    parts = x.reshape(len(x), -1, span)
+def rounded(x: np.ndarray, bits: int) -> np.ndarray:
+    """f64, x in steps of 1 / 127, or of 1 / (127 * 128) with 15 bits, of the largest of each 32 neighbours, as f32 arithmetic finds them."""
+    parts, most = x.reshape(len(x), -1, BLOCK), np.float32({8: 127, 15: 127 * 128}[bits])
     largest = np.abs(parts).max(-1, keepdims=True)
     usable = largest >= np.float32(LEAST)
-    codes = np.rint(parts * (np.float32(127) / np.where(usable, largest, np.float32(1))))
-    scales = np.where(usable, largest / np.float32(127), np.float32(0))
+    codes = np.rint(parts * (most / np.where(usable, largest, np.float32(1))))
+    scales = np.where(usable, largest / most, np.float32(0))
     return (codes.astype(np.float64) * scales).reshape(x.shape)
 
 
-def expected(x: np.ndarray, kind: Kind, rounds: bool) -> tuple[np.ndarray, np.ndarray]:
+def expected(x: np.ndarray, kind: Kind, rounds: int) -> tuple[np.ndarray, np.ndarray]:
     """The product [rows, O] in f64, and how far f32 may be from it: each of the terms that are added one after another is off by a
     rounding of the sum of all, and by three or four of its own."""
     wide, magnitudes = numbers(kind)
     if rounds:
-        x = rounded(x, BLOCK)
+        x = rounded(x, rounds)
     sums = np.abs(x).astype(np.float64) @ magnitudes.T
     return x.astype(np.float64) @ wide.T, (kind.inputs + 8) * (ROUNDING * sums + SMALLEST * (magnitudes.sum(-1) + 1))
 
 
-def close(got: jax.Array, x: np.ndarray, kind: Kind, rounds: bool) -> None:
+def close(got: jax.Array, x: np.ndarray, kind: Kind, rounds: int) -> None:
     want, bound = expected(x, kind, rounds)
     assert got.shape == (len(x), *kind.outs) and got.dtype == jnp.float32
     off = np.abs(np.asarray(got, np.float64).reshape(want.shape) - want)
@@ -143,11 +143,11 @@ def test_no_rows_give_none(rounds):
 def test_leading_axes_orders_and_input_scales_are_as_with_any_weight():
     kind, rng = KINDS[2], np.random.default_rng(3)
     order, scales = rng.permutation(kind.inputs).astype(np.int32), rng.normal(size=kind.inputs).astype(np.float32)
-    w = tiled(kind, False).replace(order=jnp.asarray(order), input_scales=jnp.asarray(scales))
+    w = tiled(kind, 0).replace(order=jnp.asarray(order), input_scales=jnp.asarray(scales))
     x = rng.normal(size=(2, 3, kind.inputs)).astype(np.float32)
     got = multiply(x, w)
     assert got.shape == (2, 3, *kind.outs)
-    close(got.reshape(6, -1), (x * scales)[..., order].reshape(6, -1), kind, False)
+    close(got.reshape(6, -1), (x * scales)[..., order].reshape(6, -1), kind, 0)
     assert multiply(x.astype(jnp.bfloat16), w).dtype == jnp.bfloat16
 
 
@@ -168,7 +168,7 @@ def test_a_gated_product_is_the_activated_first_half_times_the_second(gate, roun
     gated = jax.jit(native_matmul, static_argnames="gate")
     for kind in GATED:
         w = tiled(kind, rounds)
-        assert can_gate(w, gate) and not can_gate(w, "relu") and not can_gate(tiled(KINDS[0], False).replace(outs=(2, 24)), gate)
+        assert can_gate(w, gate) and not can_gate(w, "relu") and not can_gate(tiled(KINDS[0], 0).replace(outs=(2, 24)), gate)
         x = np.random.default_rng(0).normal(size=(5, kind.inputs)).astype(np.float32)
         x *= np.float32([[1e-6], [1e-3], [0.01], [1], [100]])
         with instructions(name), np.errstate(over="ignore"):
@@ -213,8 +213,8 @@ def test_a_norm_that_is_left_to_the_product_is_done_before_it(rounds, name):
 
 
 def test_calls_that_do_not_fit_are_refused():
-    kind, good = KINDS[6], {"code": 41, "zero": 0, "present": 14, "rounds": 0, "gate": 0, "eps": 0.0}
-    w = tiled(kind, False)
+    kind, good = KINDS[6], {"code": 41, "zero": 0, "present": 14, "bits": 0, "gate": 0, "eps": 0.0}
+    w = tiled(kind, 0)
     arrays = [np.ones((2, kind.inputs), np.float32), *w.planes, w.scales, w.offsets, w.super_scales, w.super_offsets]
     shape = (2, *kind.outs)
 
@@ -265,7 +265,7 @@ def test_many_python_threads_may_call_at_once():
 
 def test_scanned_layers_are_the_layers_one_after_another():
     kind = Kind("uint4", (128,), 128, 32, has=("offsets",))
-    layers = [tiled(kind, True, seed) for seed in range(4)]
+    layers = [tiled(kind, 15, seed) for seed in range(4)]
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
     x = np.random.default_rng(0).normal(size=(3, 128)).astype(np.float32)
 

@@ -39,8 +39,8 @@ def test_untiled_is_what_was_tiled_to_the_bit(kind):
 
 def test_that_products_round_is_the_tiles_own():
     w = random_weights(KINDS[0])
-    assert tile(w, True).rounds and not tile(w).rounds and tile(w.replace(activations="int8")).rounds
-    assert tile(w, True).untiled().activations is None
+    assert tile(w, 15).rounds == 15 and tile(w).rounds == 0 and tile(w.replace(activations="int8"), 15).rounds == 8
+    assert tile(w, 15).untiled().activations is None
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if len(kind.outs) == 1], ids=str)

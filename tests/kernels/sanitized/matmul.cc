@@ -76,24 +76,24 @@ void FuzzMatmul(Random& random, bool avx512) {
 
   Rows rows{};
   rows.count = random.between(0, 40);
-  rows.rounded = random.chance(66);
+  rows.bits = random.one_of({0, 8, 15});
   const bool ordinary = random.chance(50), has_norm = random.chance(30);
   const auto x = array<float>(rows.count * w.inputs, [&] { return ordinary || random.chance(95) ? random.normal() : random.extreme(); });
-  const int64_t blocks = rows.rounded ? rows.count * w.blocks() : 0;
+  const int64_t blocks = rows.bits ? rows.count * w.blocks() : 0;
   const auto nothing = [] { return 0; };
-  auto codes = array<int8_t>(blocks * kBlock, nothing);
+  auto codes = array<int8_t>(blocks * kBlock, nothing), rest = array<int8_t>(rows.bits == 15 ? blocks * kBlock : 0, nothing);
   auto scales = array<float>(blocks, [] { return kUnwritten; });
   auto sums = array<int32_t>(2 * blocks, nothing);
   const auto norm = array<float>(has_norm ? w.inputs : 0, [&] { return random.normal(); });
   auto normed = array<float>(has_norm ? x.size() : 0, [] { return kUnwritten; });
   rows.given = x.data(), rows.x = has_norm ? normed.data() : x.data(), rows.norm = has_norm ? norm.data() : nullptr, rows.eps = 1e-6f;
-  rows.codes = codes.data(), rows.scales = scales.data(), rows.sums = sums.data();
-  Describe("code %d, %lld x %lld, %lld groups, %lld supers, scales %d, zeros %d, offsets %d, %lld rows, rounded %d, ordinary %d, norm %d, gate %d",
+  rows.codes = codes.data(), rows.low = rest.data(), rows.scales = scales.data(), rows.sums = sums.data();
+  Describe("code %d, %lld x %lld, %lld groups, %lld supers, scales %d, zeros %d, offsets %d, %lld rows, bits %d, ordinary %d, norm %d, gate %d",
            static_cast<int>(w.code), static_cast<long long>(w.outs), static_cast<long long>(w.inputs), static_cast<long long>(w.groups),
            static_cast<long long>(w.supers), static_cast<int>(w.scales.number), static_cast<int>(w.zeros.number),
-           static_cast<int>(w.offsets.number), static_cast<long long>(rows.count), rows.rounded, ordinary, has_norm, static_cast<int>(products.gate));
+           static_cast<int>(w.offsets.number), static_cast<long long>(rows.count), rows.bits, ordinary, has_norm, static_cast<int>(products.gate));
 
-  if (rows.rounded || rows.norm) {  // in two pieces, as threads do
+  if (rows.bits || rows.norm) {  // in two pieces, as threads do
     const int64_t cut = random.between(0, rows.count);
     kernels.prepare(rows, w.inputs, cut, rows.count);
     kernels.prepare(rows, w.inputs, 0, cut);
