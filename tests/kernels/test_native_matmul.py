@@ -51,7 +51,7 @@ multiply = jax.jit(native_matmul)
 
 
 def rounded(x: np.ndarray, bits: int) -> np.ndarray:
-    """f64, x in steps of 1 / 127, or of 1 / (127 * 128) with 15 bits, of the largest of each 32 neighbours, as f32 arithmetic finds them."""
+    """f64, x in steps of 1 / 127 (15 bits: 1 / (127 * 128)) of the largest of each 32 neighbours, as f32 arithmetic finds them."""
     parts, most = x.reshape(len(x), -1, BLOCK), np.float32({8: 127, 15: 127 * 128}[bits])
     largest = np.abs(parts).max(-1, keepdims=True)
     usable = largest >= np.float32(LEAST)
