@@ -20,7 +20,7 @@ from tests.parity import fixture as fixtures
 
 F32 = jnp.dtype(jnp.float32)
 NAMES = sorted(path.name for path in fixtures.FIXTURES.iterdir())
-QUICK = ("llama3", "deepseek_v3")  # and below, gpt_oss as its file has it
+QUICK = ("llama3",)  # and below, gpt_oss as its file has it
 TOKENS = np.arange(3, 40, dtype=np.int32) % 50
 INT4 = Scheme("uint4", 16, symmetric=False)
 

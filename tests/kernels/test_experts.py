@@ -218,7 +218,9 @@ def test_it_runs_inside_a_scan():
         np.testing.assert_array_equal(step, one_by_one(**arguments | {"indices": indices}))
 
 
-@pytest.mark.parametrize("sizes", [(3, 0, 9, 4), (0, 0, 0, 0), (0, 20, 0, 0), (1, 0, 0, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(3, 0, 9, 4), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((0, 0, 0, 0), (0, 20, 0, 0), (1, 0, 0, 1)))]
+)
 @pytest.mark.parametrize("shape", [(20, 24, 40), (20, 1030, 8)])  # the second: two tiles, the last of them short
 def test_the_tpu_kernel_interpreted_multiplies_each_row_by_its_own_expert(sizes, shape):
     count, inner, outs = shape

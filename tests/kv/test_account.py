@@ -39,7 +39,7 @@ DEEPSEEK_V32 = Layers((kv.LatentSpec(latent_dim=512, rope_dim=64, index_dim=128)
 GEMMA3_270M, GEMMA3_27B = gemma3(18, 1, 256, 512), gemma3(62, 16, 128, 1024)
 
 
-@pytest.mark.parametrize("orders", [("SKH", "SKH"), ("KHS", "KSH")])
+@pytest.mark.parametrize("orders", [("SKH", "SKH"), pytest.param(("KHS", "KSH"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page_size", [None, 4])
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(jnp.bfloat16), INT8, INT4, FP8], ids=str)
 def test_the_byte_count_is_that_of_the_live_arrays(dtype, page_size, orders):

@@ -57,7 +57,7 @@ def test_any_course_of_chunks_steps_and_rewinds_gives_the_full_forwards_logits(n
             course.chunk(8 if call == "chunk" else MARGIN + 1, numbers, order)  # as many as a ring may write before it is read
 
 
-@every()
+@every(quick=("gqa-ring",))
 def test_one_call_for_all_and_steps_after_it_give_the_full_forwards_logits(name, tokens):
     """A prompt of several windows at once, and a rewind by just the margin."""
     course = Course(KINDS[name], tokens)

@@ -182,6 +182,7 @@ def test_a_row_may_keep_a_part_of_what_it_holds(model, tiny_params, tiny_config,
     np.testing.assert_array_equal(cache.lengths, [8, T, 18])
 
 
+@pytest.mark.slow
 def test_on_cpu_no_program_widens_the_whole_bf16_cache(tiny_config):
     dtype = jnp.dtype(jnp.bfloat16)
     cache, params = empty(tiny_config, dtype=dtype), init_params(tiny_config, dtype=dtype)

@@ -48,7 +48,7 @@ def layer_answers(name, dtype="float32", page_size=None):
         ("mla", None),
         pytest.param("mla", 4, marks=pytest.mark.slow),
         pytest.param("deepseek", None, marks=pytest.mark.slow),
-        ("deepseek", 4),
+        pytest.param("deepseek", 4, marks=pytest.mark.slow),
     ],
 )
 def test_both_forms_give_the_same_answers_from_the_same_weights(monkeypatch, name, page_size):

@@ -117,6 +117,7 @@ def test_a_prefix_hit_is_one_that_layers_with_a_window_honour_too(windowed, expe
     assert [answer.cached_tokens for answer in got][1] == 16
 
 
+@pytest.mark.slow
 def test_a_row_goes_back_by_the_margin_and_by_more_only_if_it_starts_anew(windowed):
     """Twelve tokens of run-ahead fit the margin; a rewind to the beginning does not."""
     lm = stored(windowed, margin=13)

@@ -72,7 +72,7 @@ def test_with_bos_every_window_begins_with_it_and_every_token_is_predicted(lm, t
     np.testing.assert_allclose(found.nll, nll, atol=1e-4 * nll.max())
 
 
-@pytest.mark.parametrize("stride", [1, 12, 16, 31])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 12, 16, pytest.param(31, marks=pytest.mark.slow)])
 def test_windows_that_overlap_score_each_token_once_from_all_of_its_window(lm, text, full_forward, stride):
     nll = strided_nll(full_forward, text[:-1], text[1:], stride)
     found = evaluate({"f32": (lm, F32)}, text, window=WINDOW, stride=stride, chunk=CHUNK)["f32"]

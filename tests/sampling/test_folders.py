@@ -29,6 +29,7 @@ def folder(tmp_path):
     return folder
 
 
+@pytest.mark.slow  # tests/checkpoint/test_orbax_folder.py compares what is written and read
 def test_a_saved_model_is_the_model_again(folder, tmp_path):
     lm = load(folder, weights="f32", compute="f32", kv_dtype="f32")
     lm.save(tmp_path / "saved")

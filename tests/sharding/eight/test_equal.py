@@ -149,7 +149,6 @@ CASES = [
 ]
 QUICK = {
     ("dense", "paged_int8", "data=2,model=4"),
-    ("few_kv_heads", "f32", "model=4"),
     ("experts", "f32", "seq=2,expert=2"),
 }
 
