@@ -7,7 +7,7 @@
 
 namespace diptych::avx512 {
 
-constexpr int kTokens = 8;   // rows of activations that are multiplied at once
+constexpr int kTokens = 4;   // rows of activations that are multiplied at once
 constexpr int kQueries = 6;  // rows of queries
 
 struct Floats {

@@ -41,7 +41,10 @@ struct Rows {
   int8_t* codes;      // [count, inputs]: of 8 bits, or the upper 8 of 15, in steps of 128
   int8_t* low;        // [count, inputs]: what is left of 15, -64 to 63
   float* scales;      // [count, blocks]
-  int32_t* sums;      // [count, blocks, 2]: of codes, for each half of a block
+  bool halves;        // groups of weights are half a block
+  int32_t zero;       // the code of weights that stands for 0
+  int32_t* starts;    // [count, blocks] or with halves [count, blocks, 2]: -zero times the sum of codes
+  float* shifts;      // likewise: the scale times this sum, which an offset is multiplied with
 };
 
 // Memory of this thread's own, which stays for its next call with the same use; aligned to 64 bytes. Not a template of the standard

@@ -145,18 +145,21 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
   rows.count = x.dimensions()[0];
   if (bits != 0 && bits != 8 && bits != 15) return Wrong("activations are rounded to 8 bits or to 15");
   rows.bits = bits;
+  rows.halves = span < kBlock;
+  rows.zero = w.zero;
   const MatmulKernels& kernels = Matmuls();
   const int64_t numbers = rows.count * w.inputs, blocks = rows.bits ? rows.count * w.blocks() : 0;
   if (rows.bits || rows.norm) {
     const int64_t codes = bits == 0 ? 0 : bits == 8 ? numbers : 2 * numbers;
-    auto* memory = static_cast<char*>(Scratch(Use::kRows, (rows.norm ? 4 * numbers : 0) + 12 * blocks + codes));
+    auto* memory = static_cast<char*>(Scratch(Use::kRows, (rows.norm ? 4 * numbers : 0) + 20 * blocks + codes));
     if (rows.norm) {
       rows.x = reinterpret_cast<float*>(memory);
       memory += 4 * numbers;
     }
     rows.scales = reinterpret_cast<float*>(memory);
-    rows.sums = reinterpret_cast<int32_t*>(memory + 4 * blocks);
-    rows.codes = reinterpret_cast<int8_t*>(memory + 12 * blocks);
+    rows.starts = reinterpret_cast<int32_t*>(memory + 4 * blocks);
+    rows.shifts = reinterpret_cast<float*>(memory + 12 * blocks);
+    rows.codes = reinterpret_cast<int8_t*>(memory + 20 * blocks);
     rows.low = rows.codes + (bits == 8 ? 0 : numbers);
     const int64_t piece = std::max<int64_t>(1, 16384 / w.inputs);
     Team::Run(pool, rows.count, piece, [&](int64_t first, int64_t last) { kernels.prepare(rows, w.inputs, first, last); });

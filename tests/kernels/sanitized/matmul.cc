@@ -83,11 +83,14 @@ void FuzzMatmul(Random& random, bool avx512) {
   const auto nothing = [] { return 0; };
   auto codes = array<int8_t>(blocks * kBlock, nothing), rest = array<int8_t>(rows.bits == 15 ? blocks * kBlock : 0, nothing);
   auto scales = array<float>(blocks, [] { return kUnwritten; });
-  auto sums = array<int32_t>(2 * blocks, nothing);
+  const int64_t parts = w.inputs / w.groups < kBlock ? 2 * blocks : blocks;
+  auto starts = array<int32_t>(parts, nothing);
+  auto shifts = array<float>(parts, [] { return kUnwritten; });
   const auto norm = array<float>(has_norm ? w.inputs : 0, [&] { return random.normal(); });
   auto normed = array<float>(has_norm ? x.size() : 0, [] { return kUnwritten; });
   rows.given = x.data(), rows.x = has_norm ? normed.data() : x.data(), rows.norm = has_norm ? norm.data() : nullptr, rows.eps = 1e-6f;
-  rows.codes = codes.data(), rows.low = rest.data(), rows.scales = scales.data(), rows.sums = sums.data();
+  rows.codes = codes.data(), rows.low = rest.data(), rows.scales = scales.data(), rows.starts = starts.data(), rows.shifts = shifts.data();
+  rows.halves = w.inputs / w.groups < kBlock, rows.zero = w.zero;
   Describe("code %d, %lld x %lld, %lld groups, %lld supers, scales %d, zeros %d, offsets %d, %lld rows, bits %d, ordinary %d, norm %d, gate %d",
            static_cast<int>(w.code), static_cast<long long>(w.outs), static_cast<long long>(w.inputs), static_cast<long long>(w.groups),
            static_cast<long long>(w.supers), static_cast<int>(w.scales.number), static_cast<int>(w.zeros.number),
