@@ -224,7 +224,7 @@ def test_an_unknown_case_is_an_error_that_names_the_forms(name):
 
 
 def test_an_unknown_stack_is_an_error_that_names_the_known():
-    with pytest.raises(UserError, match="stack 'vllm' is not known: use some of diptych-f32"):
+    with pytest.raises(UserError, match="stack 'vllm' is not known: use some of diptych-native"):
         stacks.find(["diptych-f32", "vllm"])
 
 
