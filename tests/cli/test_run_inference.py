@@ -160,7 +160,7 @@ MISTAKES = [
     packing("no such text", "--out=new", "--calibration=m.txt", says=("m.txt",)),
     packing("rounded weights", "--out=new", "--weights=int8", says=("--task=quantize has no use for --weights",)),
     mistake("bits without quantize", "--prompt=Hi", "--bits=3", says=("--task=generate has no use for --bits",)),
-    option("--weights_group=32", "32", "--weights=int4"),
+    option("--weights_group=32", "32", "--weights=int8 or int4"),
     option("--head_weights=int3", "int3", "auto|native"),
     option("--kv=int3", "int3", "auto|f32|bf16|int8|int4|fp8"),
     option("--cache=ring", "ring", "dense|paged"),

@@ -21,7 +21,7 @@ COMPILER = shutil.which("g++")
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 FLAGS = ["-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-w", f"-I{KERNELS}", f"-I{HERE}", *SANITIZE]
 OPTIONS = {"ASAN_OPTIONS": "abort_on_error=1", "UBSAN_OPTIONS": "abort_on_error=1:print_stacktrace=1"}
-BROKEN = "matmul_avx2"
+BROKEN = "lowered_avx2"
 CASES = 2000  # with each instruction set
 
 pytestmark = [
