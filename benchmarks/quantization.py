@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -35,6 +35,7 @@ OUT = flags.DEFINE_string("out", None, "Where to write the numbers as JSON.")
 
 
 def main(_: list[str]) -> None:
+    logging.set_verbosity(logging.ERROR)  # Orbax tells what it reads
     found: dict[str, Any] = {"memory": memory()}
     if TASK.value == "all":
         from benchmarks import machine
