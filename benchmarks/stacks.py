@@ -101,7 +101,9 @@ STACKS = {
     stack.name: stack
     for stack in (
         _diptych(
-            "native", "weights as the file stores them, activations rounded to 15 bits with a scale for every 32, KV cache in bf16", weights="native"
+            "native",
+            "weights as the file stores them, activations rounded to 15 bits with a scale for every 32, KV cache in bf16",
+            weights="native",
         ),
         _diptych_in("f32"),
         _diptych_in("bf16"),

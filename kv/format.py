@@ -46,6 +46,10 @@ class Format:
         for name in ("key_order", "value_order"):
             if sorted(value := getattr(self, name)) != ["H", "K", "S"]:
                 raise ValueError(f"{name}={value!r} is not an order of the axes S, K and H")
+        if self.kernels not in ("xla", "native"):
+            raise ValueError(f"kernels={self.kernels!r} is neither 'xla' nor 'native'")
+        if self.kernels == "native" and (self.key_order, self.value_order) != ("KHS", "KSH"):
+            raise ValueError(f"native kernels read the orders 'KHS' and 'KSH', not {self.key_order!r} and {self.value_order!r}")
         if self.lanes is not None and (self.key_order, self.value_order) != ("SKH", "SKH"):
             raise ValueError(f"lanes={self.lanes} needs the orders 'SKH', not {self.key_order!r} and {self.value_order!r}")
         size = self.page_size

@@ -283,16 +283,14 @@ def commit(case: Mistake, folder: pathlib.Path, tiny, cli_in) -> tuple[object, b
     return result, snapshot(folder) == before
 
 
-@pytest.fixture(scope="module", params=["warm", pytest.param("alone", marks=pytest.mark.slow)])
-def committed(request, tmp_path_factory, tiny, cli_in, warm_cli_in):
-    """committed(case): its result, in a process that had its imports done or in one of its own. All that were selected run beforehand, as
-    many at a time as there are cores."""
-    run = warm_cli_in if request.param == "warm" else cli_in
+@pytest.fixture(scope="module")
+def committed(request, tmp_path_factory, tiny, warm_cli_in):
+    """committed(case): its result, in a process that had its imports done. All that were selected run beforehand, as many at a time as
+    there are cores."""
     own = [item for item in request.session.items if item.getparent(pytest.Module) is request.node]
-    given = [item.callspec.params for item in own if "committed" in item.fixturenames]
-    cases = [params["case"] for params in given if params["committed"] == request.param]
+    cases = [item.callspec.params["case"] for item in own if "committed" in item.fixturenames]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = {case: pool.submit(commit, case, tmp_path_factory.mktemp("mistake"), tiny, run) for case in cases}
+        futures = {case: pool.submit(commit, case, tmp_path_factory.mktemp("mistake"), tiny, warm_cli_in) for case in cases}
         yield lambda case: futures[case].result()
         pool.shutdown(cancel_futures=True)
 
@@ -300,6 +298,14 @@ def committed(request, tmp_path_factory, tiny, cli_in, warm_cli_in):
 @pytest.mark.parametrize("case", MISTAKES, ids=lambda case: case.name.replace(" ", "_"))
 def test_a_mistake_is_one_line_that_helps_and_changes_no_file(case, committed, assert_refused):
     result, unchanged = committed(case)
+    assert_refused(result, *case.parts)
+    assert unchanged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MISTAKES[::12], ids=lambda case: case.name.replace(" ", "_"))
+def test_a_mistake_in_a_process_of_its_own_is_told_alike(case, cli_in, tmp_path, tiny, assert_refused):
+    result, unchanged = commit(case, tmp_path, tiny, cli_in)
     assert_refused(result, *case.parts)
     assert unchanged
 
