@@ -164,9 +164,9 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
     const int64_t piece = std::max<int64_t>(1, 16384 / w.inputs);
     Team::Run(pool, rows.count, piece, [&](int64_t first, int64_t last) { kernels.prepare(rows, w.inputs, first, last); });
   }
-  // Pieces of about 64k weights times rows, eight to a thread at least.
+  // Pieces of about 64k weights times rows, eight to a thread at least; whole pairs of tiles, which are multiplied together.
   const int64_t tiles = gate ? w.tiles() / 2 : w.tiles(), work = kRows * w.inputs * std::max<int64_t>(1, rows.count / 4);
-  const int64_t piece = std::max<int64_t>(1, std::min(tiles / 16, 65536 / work));
+  const int64_t least = std::min(tiles / 16, 65536 / work), piece = gate ? std::max<int64_t>(1, least) : (std::max<int64_t>(1, least) + 1) / 2 * 2;
   Team::Run(pool, tiles, piece, [&](int64_t first, int64_t last) { kernels.multiply(w, rows, products, first, last); });
   return ffi::Error::Success();
 }
