@@ -52,13 +52,20 @@ def memory() -> dict[str, Any]:
     from checkpoint import Storage, weight_bytes
     from model import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, Rope
     from quantization import SCHEMES, Scheme
+    from sampling.formats import NAMED
 
     attention = AttentionConfig(num_heads=32, num_kv_heads=32, head_dim=128, rope=Rope(theta=10000.0, dim=128))
     layer = LayerConfig(attention, MLPConfig(hidden=11008))
     llama2 = ModelConfig(32000, 4096, (layer,) * 32, norm_eps=1e-5, tie_embeddings=False, context_length=4096)
     f32, bf16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
     int4 = Scheme("uint4", group=128)
-    formats = {"f32": (f32, f32), "bf16": (bf16, bf16), "int8": (bf16, SCHEMES["int8"]), "fp8": (bf16, SCHEMES["fp8"])}
+    formats = {
+        "f32": (f32, f32),
+        "bf16": (bf16, bf16),
+        "int8": (bf16, NAMED["int8"]),
+        "w8a8": (bf16, SCHEMES["w8a8"]),
+        "fp8": (bf16, SCHEMES["fp8"]),
+    }
     formats |= {"int4 g128": (bf16, int4), "int4 g64 asymmetric": (bf16, SCHEMES["int4"]), "mxfp4": (bf16, SCHEMES["mxfp4"])}
     print("| Llama-2-7B | GB | of that scales | bits per weight |\n|---|---|---|---|")
     rows = {}

@@ -10,6 +10,7 @@ and eight in one likewise. What belongs to groups stands by tile and group, a nu
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,15 +66,7 @@ class TiledArray(Packed):
         codes = _codes_of_tiles(self.planes, self.code)  # uint8 [tiles, 16, I]
         rows = math.prod(self.outs)
         codes = codes.reshape(-1, codes.shape[-1])[:rows].reshape(self.shape)
-        if self.code == "int8":
-            codes = jax.lax.bitcast_convert_type(codes ^ np.uint8(SIGN), jnp.int8)
-
-        def untile(array: Any) -> Any:
-            return None if array is None else array.swapaxes(-1, -2).reshape(-1, array.shape[-2])[:rows].reshape(*self.outs, -1)
-
-        grouped = {name: untile(getattr(self, name)) for name in GROUPED}
-        rest = {"input_scales": self.input_scales, "order": self.order, "code": self.code, "zero": self.zero}
-        return QuantArray(pack(codes, self.code), **grouped, **rest, activations=self.activations)
+        return self._quant_array(codes, lambda array: array.swapaxes(-1, -2).reshape(-1, array.shape[-2])[:rows].reshape(*self.outs, -1))
 
     def take_rows(self, indices: jax.Array) -> QuantArray:
         """Rows of [O, I]: [*indices.shape, I]; those past the end are the last."""
@@ -81,18 +74,18 @@ class TiledArray(Packed):
         index = jnp.clip(indices, 0, rows - 1)
         tile, row = index // ROWS, index % ROWS
 
-        def grouped(array: Any) -> Any:
-            return None if array is None else array[tile, :, row]
-
         def plane(array: jax.Array) -> jax.Array:  # [..., I / 32, vectors, 4]
             return array.reshape(*array.shape[:-1], -1, ROWS, CHUNK)[tile, :, :, row]
 
-        codes = _codes(tuple(map(plane, self.planes)), self.code)
+        return self._quant_array(_codes(tuple(map(plane, self.planes)), self.code), lambda array: array[tile, :, row])
+
+    def _quant_array(self, codes: jax.Array, grouped: Callable[[jax.Array], jax.Array]) -> QuantArray:
+        """Of codes uint8 [..., I] as they are stored, and what becomes of the arrays [tiles, groups, 16]."""
         if self.code == "int8":
             codes = jax.lax.bitcast_convert_type(codes ^ np.uint8(SIGN), jnp.int8)
-        values = {name: grouped(getattr(self, name)) for name in GROUPED}
-        rest = {"input_scales": self.input_scales, "order": self.order, "code": self.code, "zero": self.zero}
-        return QuantArray(pack(codes, self.code), **values, **rest)
+        values = {name: None if (array := getattr(self, name)) is None else grouped(array) for name in GROUPED}
+        kept = {name: getattr(self, name) for name in ("input_scales", "order", "code", "zero", "activations")}
+        return QuantArray(pack(codes, self.code), **values, **kept)
 
     def widen(self, dtype: jnp.dtype = jnp.float32) -> jax.Array:
         return self.untiled().widen(dtype)

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import flax.traverse_util
 import jax
 
-from kernels import JoinedArray, QuantArray, TiledArray, can_tile, tile
+from kernels import QuantArray, TiledArray, can_tile, tile
 from model.config import ModelConfig
 from model.transformer import abstract_params
 from sharding import axes
@@ -19,36 +18,26 @@ def tiled(params: Any, config: ModelConfig, activation_bits: int) -> Any:
       activation_bits: to which products round activations, with a scale for each 32, where weights don't say so themselves: 8, 15, or 0.
     """
 
-    def one(box: Any, w: Any) -> Any:
+    boxes = abstract_params(config)
+
+    def one(box: Any, weight: Any) -> Any:
         if axes.EXPERTS in box.names:
-            return w
-        if isinstance(w, JoinedArray):
-            return JoinedArray(tuple(one(box, part) for part in w.parts), w.axis)
-        if not isinstance(w, QuantArray) or not can_tile(w):
-            return w
-        return _tile(w, rounds=activation_bits)
+            return weight
+        return jax.tree.map(
+            lambda w: _tile(w, rounds=activation_bits) if isinstance(w, QuantArray) and can_tile(w) else w, weight, is_leaf=_is_packed_once
+        )
 
-    return _each(params, config, one)
+    return jax.tree.map(one, boxes, params, is_leaf=lambda leaf: hasattr(leaf, "names"))
 
 
-def untiled(params: Any, config: ModelConfig) -> Any:
+def untiled(params: Any) -> Any:
     """The tree that `tiled` was given."""
-
-    def one(_: Any, w: Any) -> Any:
-        if isinstance(w, JoinedArray):
-            return JoinedArray(tuple(one(_, part) for part in w.parts), w.axis)
-        return _untile(w) if isinstance(w, TiledArray) else w
-
-    return _each(params, config, one)
+    return jax.tree.map(lambda w: _untile(w) if isinstance(w, TiledArray) else w, params, is_leaf=_is_packed_once)
 
 
-def _each(params: Any, config: ModelConfig, change: Any) -> Any:
-    """Weight after weight, of which each is given up before the next is made."""
-    boxes = flax.traverse_util.flatten_dict(abstract_params(config), is_leaf=lambda _, leaf: hasattr(leaf, "names"))
-    weights = flax.traverse_util.flatten_dict(params)
-    for place in list(weights):
-        weights[place] = change(boxes[place], weights[place])
-    return flax.traverse_util.unflatten_dict(weights)
+def _is_packed_once(w: Any) -> bool:
+    """Those of a `JoinedArray` are its parts."""
+    return isinstance(w, QuantArray | TiledArray)
 
 
 _tile = jax.jit(tile, static_argnames=("rounds",))

@@ -25,7 +25,7 @@ class Scheme:
       group: neighbours along I that share a scale; None: a whole row.
       rows: neighbouring rows that share it as well. Every row still stores it, so that rows can be split in any way.
       symmetric: no zeros of their own for groups: of `uint` codes, the middle one stands for 0.
-      activations: "int8": products round their activations too, with a scale per token.
+      activations: "int8": products round their activations too, with a scale per token; native ones with one for each 32 inputs.
       or_rows: where the group does not divide a row, the whole row is one.
     """
 

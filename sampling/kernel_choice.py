@@ -1,5 +1,6 @@
 """Which kernels run a model: what JAX compiles, or those in C++ for CPUs."""
 
+from checkpoint import How
 from kernels import cpu
 from quantization import Scheme
 from runtime import UserError
@@ -9,7 +10,7 @@ ACTIVATIONS = ("auto", "float", "int16", "int8")
 
 
 def choose_kernels(kernels: str, where: str, *, split: bool = False, layer_loop: str = "unrolled") -> tuple[str, str | None]:
-    """ "xla" or "native", and what a user should be told about it.
+    """The kernels, "xla" or "native", and what a user should be told about them.
 
     Args:
       kernels: one of `KERNELS`; "auto" is native where that runs.
@@ -35,21 +36,22 @@ def choose_kernels(kernels: str, where: str, *, split: bool = False, layer_loop:
     return "xla", f"without native kernels, which are several times as fast: {reason}"
 
 
-def activation_bits(activations: str, kernels: str, weights: str | Scheme) -> int:
+def activation_bits(activations: str, kernels: str, *formats: How) -> int:
     """To how many bits native products with packed weights round their activations: 8, 15, or 0 for not at all.
 
     Args:
       activations: one of `ACTIVATIONS`; "auto" is int16, of which 15 bits are used.
       kernels: as `choose_kernels` gives it.
-      weights: as of `load`.
+      formats: of the weights, as `weight_formats` gives them. Those that say so themselves are multiplied with 8 bits in any case.
 
     Raises:
       UserError: an unknown name, or one that these kernels or weights can't follow.
     """
     if activations not in ACTIVATIONS:
         raise UserError(f"--activations={activations} is not known: use one of {', '.join(ACTIVATIONS)}")
-    if activations in ("float", "int16") and weights == "w8a8":
-        raise UserError(f"--activations={activations} is not what --weights=w8a8 says: use --weights=int8")
-    if activations in ("int16", "int8") and kernels != "native" and weights != "w8a8":
+    rounding = [isinstance(how, Scheme) and how.activations is not None for how in formats]
+    if activations in ("float", "int16") and any(rounding):
+        raise UserError(f"--activations={activations} is not what w8a8 weights say: use int8 ones, or leave it out")
+    if activations in ("int16", "int8") and kernels != "native" and not all(rounding):
         raise UserError(f"--activations={activations} needs native kernels, which do not run here: leave it out, or use --weights=w8a8")
     return {"auto": 15, "float": 0, "int16": 15, "int8": 8}[activations] if kernels == "native" else 0

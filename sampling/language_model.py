@@ -108,7 +108,7 @@ class LanguageModel:
             raise UserError(
                 f"a model with layer_loop={self.model.layer_loop!r} can't be saved: load it unrolled (what is saved loads either way)"
             )
-        params = untiled(self.params, self.config)
+        params = untiled(self.params)
         orbax_folder.save(folder, self.config, params, metadata={"name": self.name}, add_files=self.tokenizer.save)
 
 
@@ -161,7 +161,7 @@ def load(
     where = platform() if placement is None else placement.platform
     kernels, notice = choose_kernels(kernels, where, split=placement is not None, layer_loop=layer_loop)
     weight_dtype, layers, head = weight_formats(weights, head_weights, weights_group, where, kernels)
-    bits = activation_bits(activations, kernels, weights)
+    bits = activation_bits(activations, kernels, layers, head)
     dtype = resolve_dtype("compute", compute, where)
     kv_format = cache_format(kv_dtype, cache, page_size, kv_group, where, kernels)
     progress = progress or checkpoint.Progress()
