@@ -10,7 +10,7 @@ constexpr int kRows = 16;   // of a tile: outputs that are computed at once
 constexpr int kBlock = 32;  // inputs that share a scale of rounded activations
 constexpr int kChunk = 4;   // inputs whose products one instruction adds up
 
-enum class Code : int32_t { kU4 = 4, kU8 = 8, kU5 = 41, kU6 = 42, kF4 = 40, kBF16 = 16 };
+enum class Code : int32_t { kU4 = 4, kU8 = 8, kU5 = 41, kU6 = 42, kF4 = 40 };
 enum class Number : int32_t { kNone, kF16, kBF16, kF32, kU8, kS8, kExponent };
 
 struct Values {  // one number per row of a tile and group: [tiles, groups, 16]
