@@ -7,6 +7,7 @@ import sys
 from runtime.errors import UserError
 
 POOL = 32  # threads that XLA's CPU devices share; with as many as there are cores, collectives in flight can fill it and wait for ever
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"  # a device that others wait for; after 40 s XLA ends the process
 DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd")
 
 
@@ -18,8 +19,9 @@ def runs_on_cpu() -> bool:
 
 
 def virtual_devices(count: int) -> None:
-    """Gives this process's CPU `count` devices, and XLA's pool enough threads for their collectives. What the environment says already
-    (`JAX_NUM_CPU_DEVICES`, a count in `XLA_FLAGS`, `NPROC`) is left as it is.
+    """Gives this process's CPU `count` devices, and XLA's pool enough threads for their collectives, which may wait for ten minutes on a
+    machine that is busy or sleeps. What the environment says already (`JAX_NUM_CPU_DEVICES`, a count or this timeout in `XLA_FLAGS`,
+    `NPROC`) is left as it is.
 
     Raises:
       UserError: JAX was imported before, when neither can be set any more.
@@ -35,3 +37,6 @@ def virtual_devices(count: int) -> None:
     if not counted:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
     os.environ.setdefault("NPROC", str(POOL))
+    flags = os.environ.get("XLA_FLAGS", "")
+    if PATIENCE.split("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {PATIENCE}".strip()

@@ -17,12 +17,12 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
 MAPS = pathlib.Path("/proc/self/maps")
-MAX_MAPS = 20_000
+MAX_MAPS = 30_000
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def few_programs():
-    """Drops compiled programs after a module that leaves many: each takes parts of a process's memory map, of which Linux allows 65,530,
+    """Drops compiled programs once there are many: each takes parts of a process's memory map, of which Linux allows 65,530,
     and a compile that finds none left is a segmentation fault."""
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MAX_MAPS:

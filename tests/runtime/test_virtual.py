@@ -26,6 +26,16 @@ def test_as_many_devices_as_asked_for_are_there_and_the_pool_is_large(clean):
     assert subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60).stdout == "3 32\n"
 
 
+@pytest.mark.parametrize("given", ["", "--xla_cpu_collective_call_terminate_timeout_seconds=7", "--xla_cpu_enable_fast_math=false"])
+def test_devices_wait_long_for_one_another_unless_a_flag_says_how_long(clean, given):
+    """Flags that XLA does not know would end the process."""
+    clean.setenv("XLA_FLAGS", given)
+    code = "from runtime.virtual import virtual_devices; virtual_devices(2); import jax, os; jax.devices(); print(os.environ['XLA_FLAGS'])"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    flags = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60).stdout.split()
+    assert flags == [*given.split(), *([] if "terminate" in given else [virtual.PATIENCE])]
+
+
 def test_after_jax_it_is_an_error_that_names_both_settings(clean):
     import jax  # noqa: F401
 

@@ -53,7 +53,7 @@ def linked(objects: list[Path], program: Path, *flags: str) -> Path:
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory) -> list[Path]:
     kernels = KERNELS.glob("lowered_*.cc")  # the others are XLA's and Python's side
-    return compiled([*HERE.glob("*.cc"), *kernels], tmp_path_factory.mktemp("fuzz"))
+    return compiled([*HERE.glob("*.cc"), *kernels], tmp_path_factory.mktemp("fuzz"), "-fPIC")
 
 
 @pytest.mark.parametrize("operation", ["matmul", "attention"])
@@ -78,12 +78,13 @@ def test_a_store_past_the_end_is_found_and_named(objects, tmp_path):
 
 
 @pytest.mark.skipif(cpu.native is None, reason="the native kernels are not built")
-def test_calls_that_come_through_jax_stay_within_their_own_too(tmp_path):
+def test_calls_that_come_through_jax_stay_within_their_own_too(objects, tmp_path):
     """The tests of native kernels, with a module of their own that is sanitized: XLA's and Python's side of it, and threads."""
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     headers = ["-fPIC", "-isystem", f"{Path(jaxlib.__file__).parent}/include", f"-I{sysconfig.get_path('include')}"]
-    objects = compiled([*KERNELS.glob("*.cc")], tmp_path, *headers)
-    linked(objects, tmp_path / "kernels/cpu/native.abi3.so", "-shared")
+    lowered = [each for each in objects if each.name.startswith("lowered_")]
+    others = compiled([source for source in KERNELS.glob("*.cc") if not source.name.startswith("lowered_")], tmp_path, *headers)
+    linked([*lowered, *others], tmp_path / "kernels/cpu/native.abi3.so", "-shared")
     tests = HERE.parent.glob("test_native_*.py")
     options = ["-q", "-c", os.devnull, f"--rootdir={ROOT}", "--import-mode=importlib", "-p", "no:cacheprovider"]
     chosen = [
