@@ -23,6 +23,7 @@ def attend_cache(
     scoring: Scoring,
     layout: str,
     after: bool,
+    rounded: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Writes a call's keys and values in place, and answers its queries.
 
@@ -40,6 +41,7 @@ def attend_cache(
       layout: "dense", "ring" or "paged".
       after: the queries see the new rows in the cache; False: beside it, since they may take the place of what is seen. Either way as they
         are stored.
+      rounded: queries (scaled ones) are rounded to bf16, and so are the weights that values are added up with; sums are f32.
 
     Returns:
       [B, T, N, V] in q's dtype, 0 where a query sees nothing; keys; values.
@@ -76,5 +78,6 @@ def attend_cache(
         scale=float(scoring.scale),
         softcap=float(scoring.softcap or 0.0),
         after=int(after),
+        rounded=int(rounded),
     )
     return out.astype(q.dtype), keys, values

@@ -156,7 +156,7 @@ def _empty(config, batch, capacity, format, pages, placement):
         if isinstance(spec, LatentSpec):
             return LatentLayer(tensors=tensors, layout=layout, placement=placement)
         native = format.kernels == "native" and isinstance(format.codec, Plain) and placement is None
-        return KeyValueLayer(tensors=tensors, layout=layout, placement=placement, native=native)
+        return KeyValueLayer(tensors=tensors, layout=layout, placement=placement, native=native, round_queries=format.round_queries)
 
     width = -(-capacity // format.page_size) if windows else 0
     return Cache(

@@ -30,6 +30,8 @@ class Format:
       page_size: C, tokens per page of a pool that all rows share; None gives every row slots of its own.
       margin: tokens that a row can be rewound by: layers with a window keep that many besides it.
       kernels: "native" has keys and values of f32 and bf16 written and read by `kernels.cpu`; "xla" by what JAX compiles.
+      round_queries: native kernels round queries, and the weights that values are added up with, to bf16, as keys and values of a bf16
+        cache are: processors that multiply bf16 then answer prompts almost twice as fast.
     """
 
     dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable
@@ -41,6 +43,7 @@ class Format:
     page_size: int | None = None
     margin: int = 64
     kernels: str = "xla"
+    round_queries: bool = False
 
     def __post_init__(self):
         for name in ("key_order", "value_order"):
@@ -50,6 +53,10 @@ class Format:
             raise ValueError(f"kernels={self.kernels!r} is neither 'xla' nor 'native'")
         if self.kernels == "native" and (self.key_order, self.value_order) != ("KHS", "KSH"):
             raise ValueError(f"native kernels read the orders 'KHS' and 'KSH', not {self.key_order!r} and {self.value_order!r}")
+        if self.round_queries and (self.kernels, self.dtype) != ("native", jnp.bfloat16):
+            raise ValueError(
+                f"round_queries is of native kernels with bf16 keys and values, not of {self.kernels} ones with {self.dtype.name}"
+            )
         if self.lanes is not None and (self.key_order, self.value_order) != ("SKH", "SKH"):
             raise ValueError(f"lanes={self.lanes} needs the orders 'SKH', not {self.key_order!r} and {self.value_order!r}")
         size = self.page_size

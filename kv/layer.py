@@ -193,6 +193,7 @@ class KeyValueLayer(Layer):
     """Keys and values of every head: queries are `Query`, new rows `KeyValue`, weights the sinks [K, G] or None (see `kernels.Scoring`)."""
 
     native: bool = struct.field(pytree_node=False, default=False)  # its arrays are written and read by `kernels.attend_cache`
+    round_queries: bool = struct.field(pytree_node=False, default=False)  # as of `kv.Format`
 
     NAMES = (
         Query(q=(axes.BATCH, None, axes.HEADS, None)),
@@ -218,6 +219,7 @@ class KeyValueLayer(Layer):
             spec.scoring(weights),
             self.layout.kind,
             after=whole,
+            rounded=self.round_queries,
         )
         tensors = {"k": keys.replace(parts=(written[0],)), "v": values.replace(parts=(written[1],))}
         return out, self.replace(tensors=tensors)

@@ -35,6 +35,11 @@ def untiled(params: Any) -> Any:
     return jax.tree.map(lambda w: _untile(w) if isinstance(w, TiledArray) else w, params, is_leaf=_is_packed_once)
 
 
+def is_tiled(params: Any) -> bool:
+    """Whether any weight is in that layout."""
+    return any(isinstance(leaf, TiledArray) for leaf in jax.tree.leaves(params, is_leaf=_is_packed_once))
+
+
 def _is_packed_once(w: Any) -> bool:
     """Those of a `JoinedArray` are its parts."""
     return isinstance(w, QuantArray | TiledArray)

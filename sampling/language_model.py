@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import checkpoint
 import kv
 from checkpoint import orbax_folder
-from model import ModelConfig, Transformer, tiled, untiled
+from model import ModelConfig, Transformer, is_tiled, tiled, untiled
 from quantization import Scheme
 from runtime import DTYPES, KV_DTYPES, UserError, platform, resolve_dtype
 from sampling.formats import weight_formats
@@ -150,8 +150,8 @@ def load(
       layer_loop: "unrolled", or "scan", which compiles layers that repeat once: for models of many layers.
       kernels: auto (native on one CPU where they are built), xla (what JAX compiles) or native (C++: products with packed weights, and
         attention over plain caches).
-      activations: of native products with packed weights, which round them with a scale for every 32: auto (int16), float (not rounded),
-        int16 or int8.
+      activations: of native products with packed weights, which round them with a scale for every 32: auto (int8 for weights as their file
+        packs them, else int16), float (not rounded), int16 or int8. With int8 ones attention over a bf16 cache is in bf16.
 
     Raises:
       UserError: no such model, no network, a damaged file, an unknown format; one line with the remedy.
@@ -180,6 +180,8 @@ def load(
         case _:
             tokenizer = tokenizer_from_saved(loaded.path)
     params = tiled(loaded.params, loaded.config, bits) if kernels == "native" else loaded.params
+    if bits == 8 and kv_format.dtype == jnp.bfloat16 and is_tiled(params):
+        kv_format = dataclasses.replace(kv_format, round_queries=True)
     jax.block_until_ready(params)
     return LanguageModel(
         name=str(name),

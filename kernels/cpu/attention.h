@@ -8,7 +8,7 @@ namespace diptych {
 enum class Layout : int32_t { kDense, kRing, kPaged };
 
 constexpr int kSlots = 64;          // read at a time by many queries
-constexpr int kLongest = 256;       // by few
+constexpr int kLongest = 512;       // by few
 constexpr int kQueryRows = 48;      // queries of one KV head that share a pass over the slots
 constexpr int64_t kSplit = 256;     // slots of a part at least, where the positions of one query are cut in parts for several threads
 
@@ -23,6 +23,7 @@ struct Attend {
   int64_t window;                 // 0: none
   Layout layout;
   bool bf16;                      // of the cache; else f32
+  bool rounded;                   // queries and weights of values to bf16, in front of their products
   int64_t layer, X, S;            // of L; rows or pages of the arrays, slots of each
   char *keys, *values;            // [L, X, K, H, S] and [L, X, K, S, V]
   const int32_t *rows, *table;    // [B]; [B, M], pages

@@ -13,8 +13,8 @@ namespace {
 
 // New keys and values into a cache, and answers from it. keys [L, X, K, H, S] and values [L, X, K, S, V], f32 or the bits of bf16, are written
 // in place. `after`: queries see the new rows in the cache, else (they may overwrite what is seen) as they are given.
-ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, float scale, float softcap, int32_t after, ffi::AnyBuffer keys,
-                       ffi::AnyBuffer values, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> new_keys, ffi::Buffer<ffi::F32> new_values,
+ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, float scale, float softcap, int32_t after, int32_t rounded,
+                       ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> new_keys, ffi::Buffer<ffi::F32> new_values,
                        ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> start,
                        ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> limit, ffi::Buffer<ffi::F32> sinks,
                        ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> keys_out, ffi::Result<ffi::AnyBuffer> values_out) {
@@ -48,7 +48,7 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
   a.scale = scale, a.softcap = softcap, a.window = window;
   a.rows = rows.typed_data(), a.table = table.typed_data(), a.start = start.typed_data(), a.count = count.typed_data();
   a.new_keys = new_keys.typed_data(), a.new_values = new_values.typed_data();
-  a.after = after != 0;
+  a.after = after != 0, a.rounded = rounded != 0;
   if (a.layout != Layout::kPaged) {
     for (int64_t b = 0; b < B; ++b) {
       if (a.rows[b] < 0 || a.rows[b] >= a.X) return Wrong("row " + std::to_string(a.rows[b]) + " is not of the cache");
@@ -126,6 +126,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DiptychAttend, diptych::AttendCache,
                            .Attr<float>("scale")
                            .Attr<float>("softcap")
                            .Attr<int32_t>("after")
+                           .Attr<int32_t>("rounded")
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::Buffer<ffi::F32>>()

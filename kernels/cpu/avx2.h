@@ -9,6 +9,8 @@ namespace diptych::avx2 {
 
 constexpr int kTokens = 2;
 constexpr int kQueries = 1;
+constexpr bool kPairs = false;
+inline bool HasPairs() { return false; }
 
 struct Floats {
   __m256 a, b;
@@ -61,6 +63,9 @@ inline __m256i bfloats(__m256 x) {
 inline void store_bfloats(uint16_t* p, Floats x) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(bfloats(x.a), bfloats(x.b)), 0xD8);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
+}
+inline Floats to_bfloats(Floats x) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(bfloats(x.a), 16)), _mm256_castsi256_ps(_mm256_slli_epi32(bfloats(x.b), 16))};
 }
 inline float largest(Floats x) {
   float each[8];

@@ -9,6 +9,7 @@ namespace diptych::avx512 {
 
 constexpr int kTokens = 4;   // rows of activations that are multiplied at once
 constexpr int kQueries = 6;  // rows of queries
+constexpr bool kPairs = true;  // whether there are products of pairs of bf16, see `HasPairs`
 
 struct Floats {
   __m512 v;
@@ -38,13 +39,15 @@ inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Floats times_power(Floats a, Ints n) {  // a * 2^n
   return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_slli_epi32(n.v, 23)))};
 }
-inline void store_bfloats(uint16_t* p, Floats a) {  // to the nearest, ties to even; a nan stays one
-  const __m512i bits = _mm512_castps_si512(a.v);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+inline __m512i bfloats(__m512 x) {  // bf16's bits, to the nearest, ties to even; a nan stays one
+  const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
-  const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7FC0))));
+  return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC0));
 }
+inline void store_bfloats(uint16_t* p, Floats a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(bfloats(a.v)));
+}
+inline Floats to_bfloats(Floats a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(bfloats(a.v), 16))}; }  // still in 32 bits
 inline float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
 inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
@@ -62,9 +65,8 @@ inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Ints round_to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline void store_bytes(int8_t* p, Ints a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
 inline Floats from_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
-inline Floats from_bfloat(const uint16_t* p) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
-}
+inline __m512i words(const uint16_t* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Floats from_bfloat(const uint16_t* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(words(p), 16))}; }
 inline Floats from_unsigned(const uint8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
@@ -103,5 +105,31 @@ inline Four four(const int8_t* p) {
   return {_mm512_set1_epi32(x)};
 }
 inline Ints dot(Ints sum, Bytes w, Four x) { return {_mm512_dpbusd_epi32(sum.v, w.v, x.v)}; }
+
+struct Pairs {  // 16 x 2 bf16
+  __m512i v;
+};
+inline bool HasPairs() {
+  static const bool has = __builtin_cpu_supports("avx512bf16");
+  return has;
+}
+inline void store_high(uint16_t* p, Floats a) {  // of numbers that `to_bfloats` gave
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(a.v), 16)));
+}
+inline Pairs load_pairs(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Pairs same_pair(const uint32_t* p) { return {_mm512_set1_epi32(static_cast<int>(*p))}; }
+inline void store_pairs(uint32_t* p, const uint16_t* first, const uint16_t* second) {
+  _mm512_storeu_si512(p, _mm512_or_si512(words(first), _mm512_slli_epi32(words(second), 16)));
+}
+inline Pairs bfloat_pairs(Floats first, Floats second) {  // numbers that follow one another; this and `dot` as intrinsics would ask for all of
+  Pairs both;                                             // the file to be compiled for them
+  asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(both.v) : "v"(second.v), "v"(first.v));
+  return both;
+}
+inline void store(uint32_t* p, Pairs a) { _mm512_storeu_si512(p, a.v); }
+inline Floats dot(Floats sum, Pairs a, Pairs b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "v"(b.v));
+  return sum;
+}
 
 }  // namespace diptych::avx512

@@ -12,6 +12,7 @@
 #include "avx2.h"
 namespace diptych::avx2 {
 #include "matmul.inc"
+#include "attention_block.inc"
 #include "attention.inc"
 }
 #ifdef __clang__

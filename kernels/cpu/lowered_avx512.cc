@@ -12,6 +12,8 @@
 #include "avx512.h"
 namespace diptych::avx512 {
 #include "matmul.inc"
+#include "attention_block.inc"
+#include "attention_pairs.inc"
 #include "attention.inc"
 }
 #ifdef __clang__

@@ -49,7 +49,7 @@ struct Rows {
 
 // Memory of this thread's own, which stays for its next call with the same use; aligned to 64 bytes. Not a template of the standard
 // library: one that is instantiated where a newer instruction set is allowed would serve all callers.
-enum class Use { kRows, kTile, kScores, kPartial, kCount };
+enum class Use { kRows, kTile, kScores, kPairs, kPartial, kCount };
 void* Scratch(Use use, size_t bytes);
 
 enum class Gate : int32_t { kNone, kSilu, kGelu };

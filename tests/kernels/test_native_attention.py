@@ -30,6 +30,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    rounded: bool = False
 
     @property
     def layers(self) -> Any:
@@ -44,6 +45,7 @@ class Case:
     def cache(self, kernels: str) -> kv.Cache:
         """Of nan, wherever nothing was written."""
         more = {"page_size": PAGE} if self.layout == "paged" else {}
+        more["round_queries"] = self.rounded and kernels == "native"
         format = kv.Format.for_platform("cpu", np.dtype(self.dtype), margin=8, kernels=kernels, **more)
         width = -(-CAPACITY // PAGE)
         pools = [BATCH * width + 1 for _ in kv.page_groups(self.layers, CAPACITY, format)]
@@ -83,6 +85,8 @@ def course(case: Case, lengths: list[int], kernels: str) -> list[tuple[np.ndarra
     for T in lengths:
         count = np.asarray([T, max(0, T - 3), T], np.int32)
         q, k, v = (jnp.asarray(rng.normal(size=(BATCH, T, heads, H)), jnp.float32) for heads in (N, K, K))
+        if case.rounded and kernels == "xla":  # which does not round; the scale is a power of two
+            q = (q * case.spec.scale).astype(jnp.bfloat16).astype(jnp.float32) / case.spec.scale
         step = Step(rows=None, start=jnp.asarray(held), count=jnp.asarray(count), tables=tuple(map(jnp.copy, cache.tables)))
         with jax.default_matmul_precision("highest"):
             out, cache = attend(cache, q, k, v, step, case.spec, sinks)
@@ -102,6 +106,34 @@ def test_it_writes_the_same_bits_and_answers_alike(case, name):
         np.testing.assert_allclose(out, wanted, atol=TOLERANCE * max(1.0, np.abs(wanted).max()) * 4)
         for a, b in zip(bits, wanted_bits, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+ROUNDED = {
+    "dense, sinks": Case("dense", jnp.bfloat16, (9, 3, 64), sinks=True, rounded=True),
+    "ring": Case("dense", jnp.bfloat16, (4, 1, 256), window=20, rounded=True),
+    "window, soft cap, pages": Case("paged", jnp.bfloat16, (6, 2, 64), window=90, softcap=5.0, rounded=True),
+    "a width for no pairs": Case("dense", jnp.bfloat16, (6, 2, 4), rounded=True),
+}
+
+
+@pytest.mark.parametrize("name", ["avx512", "avx2"])
+@pytest.mark.parametrize("case", ROUNDED.values(), ids=ROUNDED)
+def test_rounded_queries_and_weights_answer_as_exactly_as_bf16_is(case, name):
+    """A weight and the sum of weights are each off by 2^-9 of themselves at most, an answer by 2^-8 of the largest value, and by chance by
+    much less: errors of many weights are as often above as below."""
+    with instructions(name):
+        native = course(case, [7, 1, 70, 1, 130, 9, 1], "native")
+    for (out, bits), (wanted, wanted_bits) in zip(native, course(case, [7, 1, 70, 1, 130, 9, 1], "xla"), strict=True):
+        assert np.abs(out - wanted).max() <= 2**-8 * 4  # of values of a normal distribution
+        assert 0 < np.sqrt(np.mean((out - wanted) ** 2)) <= 2**-9
+        for a, b in zip(bits, wanted_bits, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_only_native_kernels_with_a_bf16_cache_round_queries():
+    for kernels, dtype in (("xla", jnp.bfloat16), ("native", np.float32)):
+        with pytest.raises(ValueError, match="round_queries is of native kernels with bf16 keys and values, not of "):
+            kv.Format.for_platform("cpu", np.dtype(dtype), kernels=kernels, round_queries=True)
 
 
 @settings(deadline=None, max_examples=25)

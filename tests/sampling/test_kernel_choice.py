@@ -37,6 +37,7 @@ def test_native_kernels_where_they_do_not_run_are_refused(where, more, line):
 
 def test_activations_follow_the_flag_and_the_weights():
     assert [activation_bits(each, "native", F32, F32) for each in ("auto", "float", "int16", "int8")] == [15, 0, 15, 8]
+    assert activation_bits("auto", "native", "native", INT8) == 8 and activation_bits("int16", "native", "native", "native") == 15
     assert activation_bits("auto", "xla", F32, F32) == activation_bits("int8", "xla", W8A8, W8A8) == 0
     assert activation_bits("int8", "native", W8A8, INT8) == 8
 

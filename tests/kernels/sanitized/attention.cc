@@ -22,6 +22,7 @@ void FuzzAttention(Random& random, bool avx512) {
   a.layout = random.one_of({Layout::kDense, Layout::kRing, Layout::kPaged});
   a.bf16 = random.chance(50);
   a.after = random.chance(50);
+  a.rounded = random.chance(50);
   a.scale = 0.25f;
   a.softcap = random.chance(30) ? 20.0f : 0.0f;
   a.window = random.chance(40) ? random.between(1, 100) : 0;
