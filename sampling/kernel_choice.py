@@ -40,8 +40,8 @@ def activation_bits(activations: str, kernels: str, *formats: How) -> int:
     """To how many bits native products with packed weights round their activations: 8, 15, or 0 for not at all.
 
     Args:
-      activations: one of `ACTIVATIONS`; "auto" is int8 for weights as their file packs them, which llama.cpp multiplies so too, else int16, of which
-        15 bits are used.
+      activations: one of `ACTIVATIONS`; "auto" is int8 for weights as their file packs them (as llama.cpp multiplies these), else int16,
+        of which 15 bits are used.
       kernels: as `choose_kernels` gives it.
       formats: of the weights, as `weight_formats` gives them. Those that say so themselves are multiplied with 8 bits in any case.
 

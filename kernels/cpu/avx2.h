@@ -67,6 +67,18 @@ inline void store_bfloats(uint16_t* p, Floats x) {
 inline Floats to_bfloats(Floats x) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(bfloats(x.a), 16)), _mm256_castsi256_ps(_mm256_slli_epi32(bfloats(x.b), 16))};
 }
+inline __m256i largest_bits(Floats x) {
+  const __m256i sign = _mm256_set1_epi32(0x7FFFFFFF);
+  return _mm256_max_epi32(_mm256_and_si256(_mm256_castps_si256(x.a), sign), _mm256_and_si256(_mm256_castps_si256(x.b), sign));
+}
+inline float largest_size(Floats x, Floats y) {  // as integers the bits of what is infinite or no number are larger than those of any number
+  int32_t each[8], found = 0;
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(each), _mm256_max_epi32(largest_bits(x), largest_bits(y)));
+  for (int32_t bits : each) found = bits > found ? bits : found;
+  float size;
+  std::memcpy(&size, &found, 4);
+  return size;
+}
 inline float largest(Floats x) {
   float each[8];
   _mm256_storeu_ps(each, _mm256_max_ps(x.a, x.b));

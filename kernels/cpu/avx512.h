@@ -48,6 +48,14 @@ inline void store_bfloats(uint16_t* p, Floats a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(bfloats(a.v)));
 }
 inline Floats to_bfloats(Floats a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(bfloats(a.v), 16))}; }  // still in 32 bits
+inline float largest_size(Floats a, Floats b) {  // as integers the bits of what is infinite or no number are larger than those of any number
+  const __m512i sign = _mm512_set1_epi32(0x7FFFFFFF);
+  const __m512i each = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a.v), sign), _mm512_and_si512(_mm512_castps_si512(b.v), sign));
+  const int32_t bits = _mm512_reduce_max_epi32(each);
+  float size;
+  std::memcpy(&size, &bits, 4);
+  return size;
+}
 inline float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
 inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }

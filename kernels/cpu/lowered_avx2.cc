@@ -1,3 +1,4 @@
+#include <cfloat>
 #include <type_traits>
 
 #include "attention.h"
