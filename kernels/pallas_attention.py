@@ -10,6 +10,7 @@ a prefill 2 * (H + V) * N operations per pair of a query and a token that it see
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ class Held:
 
 
 def pallas_attention(
-    q: jax.Array, sources: list[Held], first: jax.Array, queries: jax.Array, scoring: Scoring, interpret: bool = False
+    q: jax.Array, sources: Sequence[Held], first: jax.Array, queries: jax.Array, scoring: Scoring, interpret: bool = False
 ) -> jax.Array:
     """What queries see of the tokens in `sources`; a token is in one of them.
 
@@ -102,13 +103,30 @@ def pallas_attention(
 
     Returns:
       [B, T, N, V] in q's dtype, 0 where a query sees nothing.
+
+    Raises:
+      ValueError: `allowed`, or what the kernel of the arrays' platform says.
+      UserError: numbers other than f32 and bf16.
     """
     if scoring.allowed is not None:
         raise ValueError("Pallas kernels follow positions and windows, and no mask `allowed`: use blockwise_attention")
+    for array in (q, *(array for held in sources for array in (held.keys, held.values))):
+        if array.dtype not in (jnp.float32, jnp.bfloat16):
+            raise UserError(f"Pallas kernels read f32 and bf16, not {array.dtype.name}: use --kv=bf16, or --kernels=xla")
     whole = len(sources) == 1 and scoring.sinks is None and not scoring.spread
     q = q * jnp.asarray(scoring.scale, q.dtype)
     parts = [_attend(q, held, first, queries, scoring, not whole, interpret) for held in sources]
-    return parts[0][0] if whole else _joined(parts, scoring).astype(q.dtype)
+    if whole:
+        return parts[0][0]
+    out, log = joined(*(jnp.stack(each) for each in zip(*parts, strict=True)))
+    if scoring.spread:
+        weight = jnp.exp(log - jax.lax.pmax(log, scoring.spread))  # 1 where no device saw anything: then out is 0
+        total = jax.lax.psum(weight, scoring.spread)
+        out = jax.lax.psum(out * weight[..., None], scoring.spread) / total[..., None]
+        log = jax.lax.pmax(log, scoring.spread) + jnp.log(total)
+    if scoring.sinks is not None:  # one more position, whose value is 0
+        out *= jax.nn.sigmoid(log - scoring.sinks.astype(jnp.float32).reshape(-1))[..., None]
+    return out.astype(q.dtype)
 
 
 def _attend(q, held, first, queries, scoring, partial, interpret):
@@ -122,28 +140,19 @@ def _attend(q, held, first, queries, scoring, partial, interpret):
     return attend_plain(q, held, first, queries, scoring, partial, interpret)
 
 
-def _joined(parts, scoring):
-    """Partial answers as one; a sink is one that has weight and no value."""
-    logs = [log for _, log in parts]
-    if scoring.sinks is not None and not scoring.spread:
-        logs.append(jnp.broadcast_to(scoring.sinks.astype(jnp.float32).reshape(-1), logs[0].shape))
-    top = jnp.max(jnp.stack(logs), axis=0)
-    weights = [jnp.where(log == NOTHING, 0.0, jnp.exp(log - top)) for log in logs]
-    total = sum(weights)
-    out = sum(weight[..., None] * out for weight, (out, _) in zip(weights[: len(parts)], parts, strict=True))
-    if scoring.spread:
-        best = jax.lax.pmax(top, scoring.spread)
-        if scoring.sinks is not None:
-            best = jnp.maximum(best, sinks := scoring.sinks.astype(jnp.float32).reshape(-1))
-        shrink = jnp.exp(top - best)
-        total, out = jax.lax.psum(total * shrink, scoring.spread), jax.lax.psum(out * shrink[..., None], scoring.spread)
-        if scoring.sinks is not None:
-            total += jnp.exp(sinks - best)
-    return out / jnp.maximum(total, 1e-30)[..., None]
+def joined(outs: jax.Array, logs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Partial answers f32 [P, ..., V] to the same queries, and the logarithms of the sums of their weights [P, ...], as one of each."""
+    top = jnp.max(logs, axis=0)
+    weights = jnp.exp(logs - top)  # 1 where nothing was seen at all: then the answers are 0
+    total = jnp.sum(weights, axis=0)
+    return jnp.sum(outs * weights[..., None], axis=0) / total[..., None], top + jnp.log(total)
 
 
-def check(q: jax.Array, held: Held) -> None:
-    """Raises UserError: numbers that the kernels do not read."""
-    for array in (q, held.keys, held.values):
-        if array.dtype not in (jnp.float32, jnp.bfloat16):
-            raise UserError(f"Pallas kernels read f32 and bf16, not {array.dtype.name}: use --kv=bf16, or --kernels=xla")
+def cells(held: Held, first: jax.Array, queries: jax.Array, window: int | None, T: int, tokens: int) -> tuple[jax.Array, jax.Array]:
+    """The slots that each block of `tokens` of the T queries sees: the first and the last, int32 [B, J]; the last is less if it is none."""
+    begins = jnp.arange(-(-T // tokens), dtype=jnp.int32) * tokens
+    ends = jnp.minimum(begins + tokens, queries[:, None])
+    lowest = first[:, None] + begins
+    lowest = jnp.zeros_like(lowest) if window is None else jnp.maximum(lowest - window + 1, 0)
+    low, high = held.seen(lowest, jnp.where(ends > begins, first[:, None] + ends - 1, -1))
+    return low.astype(jnp.int32), high.astype(jnp.int32)

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.attention import Scoring
-from kernels.pallas_attention import NOTHING, Held, check
+from kernels.pallas_attention import NOTHING, Held, cells
 
 ROWS = 1024  # of a block of queries, over its heads
 FETCHED = 4 << 20  # bytes of a block of keys and values, twice
@@ -73,7 +73,6 @@ def attend_packed(
     Raises:
       ValueError: slots of which keys and values do not share rows alike, or lists that do not fit (`fits`).
     """
-    check(q, held)
     keys, values = held.packings
     if keys.slots != values.slots or keys.tile > 1 or keys.slots * keys.width % LANES or values.slots * values.width % LANES:
         raise ValueError(f"rows of {keys} and {values} can't be read: both need the same slots, and heads of whole tiles of {LANES} numbers")
@@ -106,7 +105,7 @@ def attend_packed(
         shape = (None, None, None, p.slots // p.pages // p.n, p.heads * p.n * width)
         return [pl.BlockSpec(shape, functools.partial(at_block, page=page)) for page in range(p.pages)]
 
-    def cells(rows, width):
+    def of_cell(rows, width):
         return pl.BlockSpec((None, None, p.heads, rows, width), at_cell)
 
     out = [jax.ShapeDtypeStruct((p.B, p.J, p.K, p.rows, p.n * p.V), jnp.float32 if partial else q.dtype)]
@@ -117,8 +116,8 @@ def attend_packed(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(p.K // p.heads, total),
-            in_specs=[cells(p.n * p.rows, p.n * p.H), *blocks(p.H), *blocks(p.V)],
-            out_specs=[cells(each.shape[3], each.shape[4]) for each in out],
+            in_specs=[of_cell(p.n * p.rows, p.n * p.H), *blocks(p.H), *blocks(p.V)],
+            out_specs=[of_cell(each.shape[3], each.shape[4]) for each in out],
             scratch_shapes=[
                 pltpu.VMEM((p.heads, p.rows, LANES), jnp.float32),
                 pltpu.VMEM((p.heads, p.rows, LANES), jnp.float32),
@@ -163,12 +162,7 @@ def _work(p, held, first, queries, scoring):
     Returns:
       low, high: int32 [cells], the slots that a cell sees; cell, block, fetch: int32 [items]; the list's length, int32.
     """
-    begins = jnp.arange(p.J, dtype=jnp.int32) * p.tokens
-    ends = jnp.minimum(begins + p.tokens, queries[:, None])  # [B, J]
-    lowest = first[:, None] + begins
-    lowest = jnp.zeros_like(lowest) if scoring.window is None else jnp.maximum(lowest - scoring.window + 1, 0)
-    last = jnp.where(ends > begins, first[:, None] + ends - 1, -1)
-    low, high = (x.astype(jnp.int32).reshape(-1) for x in held.seen(jnp.broadcast_to(lowest, last.shape), last))
+    low, high = (x.reshape(-1) for x in cells(held, first, queries, scoring.window, p.T, p.tokens))
     count = jnp.where(high >= low, high // p.slots - low // p.slots + 1, 0)
     offset = jnp.cumsum(jnp.maximum(count, 1))
     begin = offset - jnp.maximum(count, 1)
