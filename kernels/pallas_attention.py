@@ -75,7 +75,7 @@ class Held:
         return self.page if self.table is None else self.page * self.table.shape[1]
 
     def seen(self, lowest: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first and the last slot to read for positions lowest..last of each row, int32 [B, J] each; the last is less if there are none.
+        """The first and the last slot to read for positions lowest..last of each row, int32 [B, J] each; the last is less if it is none.
 
         Of a ring these are all slots that hold something: where the window begins and ends in it, its blocks are read but for the margin.
         """
@@ -127,6 +127,15 @@ def pallas_attention(
     if scoring.sinks is not None:  # one more position, whose value is 0
         out *= jax.nn.sigmoid(log - scoring.sinks.astype(jnp.float32).reshape(-1))[..., None]
     return out.astype(q.dtype)
+
+
+def pallas_fits(shape: tuple[int, ...], held: Held) -> bool:
+    """Whether a kernel answers queries of this shape [B, T, N, H]: on a TPU there are limits to rows times slots (see `fits` there)."""
+    if held.packings is None:
+        return True
+    from kernels.pallas_attention_tpu import fits
+
+    return fits(shape, held)
 
 
 def _attend(q, held, first, queries, scoring, partial, interpret):

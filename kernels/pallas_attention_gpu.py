@@ -1,13 +1,13 @@
 """Attention over a cache [L, X, S, K, H] on a GPU, by Triton.
 
-A program answers a block of queries of one KV head, from the slots that it sees or from a part of them. Addresses are made for each slot, so
+A program answers a block of queries of one KV head, from the slots that it sees or from a part of them. Addresses are made for each slot:
 pages need no more than a look into the table, and slots that nobody sees are not loaded.
 
-Sizes: a block of queries is 16 rows in a decode step, the least that the tensor cores take, and up to 128 in a prefill, where each number of
-a key is used 128 times: with the second-level cache between programs, more than an H200's 206 operations per byte. A block of slots is 32
-KiB of keys and 32 KiB of values in a decode step, and half of it beside 128 queries; two stages of them fit in the 227 KiB of shared memory
-of a multiprocessor. A decode step of few rows would keep few of the 132 multiprocessors busy: each row's blocks are then split over as many
-programs as fill them twice, whose partial answers are joined by the logarithms of their weights (as Dao et al. 2023, "Flash-Decoding").
+Sizes: a block of queries is 16 rows in a decode step, the least that the tensor cores take, and up to 128 in a prefill, where each number
+of a key is used 128 times: with the second-level cache between programs, more than an H200's 206 operations per byte. A block of slots is
+32 KiB of keys and 32 KiB of values in a decode step, and half of it beside more queries; two stages of them fit in the 227 KiB of shared
+memory of a multiprocessor. A decode step of few rows would keep few of the 132 multiprocessors busy: each row's blocks are then split over
+as many programs as fill them twice, whose partial answers are joined by the logarithms of their weights (Flash-Decoding, Dao et al. 2023).
 """
 
 import functools
@@ -105,13 +105,13 @@ def _kernel(ids, rows, first, queries, base, end, low, high, table, q, keys, val
         k = plgpu.load(keys.at[layer, *at, h, lane[None]], mask=there[:, None] & (lane < p.H)[None], other=0.0)
         number = zero + slot - (jnp.where(slot > tip, size, 0) if ring else 0)
         seen = there[None] & scoring.seen((number * stripes + stripe)[None], limit)
-        scores = jnp.where(seen, scoring.score(pl.dot(query, k.astype(query.dtype), trans_b=True)), NOTHING)
+        scores = jnp.where(seen, scoring.score(plgpu.dot(query, k.astype(query.dtype), trans_b=True)), NOTHING)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         weights = jnp.where(seen, jnp.exp(scores - new_top[:, None]), 0.0)
         shrink = jnp.exp(top - new_top)
         # What nobody sees may be nan, and 0 * nan would leak: it is not loaded.
         v = plgpu.load(values.at[layer, *at, h, lane_v[None]], mask=there[:, None] & (lane_v < p.V)[None], other=0.0)
-        mixed = mixed * shrink[:, None] + pl.dot(weights.astype(query.dtype), v.astype(query.dtype))
+        mixed = mixed * shrink[:, None] + plgpu.dot(weights.astype(query.dtype), v.astype(query.dtype))
         return new_top, total * shrink + jnp.sum(weights, axis=1), mixed
 
     begin = jax.lax.div(lowest, p.slots)

@@ -74,8 +74,10 @@ def attend_packed(
       ValueError: slots of which keys and values do not share rows alike, or lists that do not fit (`fits`).
     """
     keys, values = held.packings
-    if keys.slots != values.slots or keys.tile > 1 or keys.slots * keys.width % LANES or values.slots * values.width % LANES:
-        raise ValueError(f"rows of {keys} and {values} can't be read: both need the same slots, and heads of whole tiles of {LANES} numbers")
+    if keys.slots != values.slots or any(each.tile > 1 or each.slots * each.width % LANES for each in held.packings):
+        raise ValueError(
+            f"rows of {keys} and {values} can't be read: both need the same slots, and heads of whole tiles of {LANES} numbers"
+        )
     if not fits(q.shape, held):
         raise ValueError(f"{q.shape[0]} rows of {held.slots} slots in blocks are more than the {ITEMS} items that a list of work takes")
     p = _Plan(q.shape, held)
