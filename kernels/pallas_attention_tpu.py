@@ -274,7 +274,9 @@ def _kernel(ids, rows, first, queries, base, end, low, high, cell, block, fetch,
 
 
 def _dot(x, y, axis):
-    return jax.lax.dot_general(x, y, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+    # Products of bf16 are exact in f32: Mosaic refuses to be asked for it.
+    precision = jax.lax.Precision.DEFAULT if x.dtype == jnp.bfloat16 else None
+    return jax.lax.dot_general(x, y, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def _split(x, p):
