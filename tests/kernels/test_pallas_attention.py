@@ -65,6 +65,14 @@ CASES = {
     "bf16": Case((8, 2, 64), 33, 300, softcap=5.0, dtype=jnp.bfloat16),
 }
 
+QUICK = {
+    ("decode, heads of 64, sinks, stripes", "tpu"),
+    ("some queries, pages, heads of 32", "tpu"),
+    ("a ring", "gpu"),
+    ("a window over pages", "gpu"),
+    ("bf16", "tpu"),
+}
+
 
 def placed(case: Case, chip: str, k: np.ndarray, v: np.ndarray, held: np.ndarray, rng: np.random.Generator) -> Any:
     """Keys and values [B, positions, K, H] of the last `held` [B] positions as arrays of a cache of two layers, of which the second one is
@@ -133,8 +141,14 @@ def compare(case: Case, chip: str, seed: int, held: list[int], queries: list[int
     np.testing.assert_allclose(out, want, atol=rounding * np.abs(v).max())
 
 
-@pytest.mark.parametrize("chip", ["tpu", "gpu"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [
+        pytest.param(name, chip, marks=() if (name, chip) in QUICK else pytest.mark.slow, id=f"{name}-{chip}")
+        for name in CASES
+        for chip in ("tpu", "gpu")
+    ],
+)
 @settings(deadline=None, max_examples=12)
 @given(data=st.data())
 def test_it_answers_as_the_reference_does(name, chip, data):
@@ -202,7 +216,7 @@ def test_a_long_row_is_split_over_programs_of_a_gpu_and_many_rows_are_not():
     assert [splits(1, 131072), splits(1, 1024), splits(16, 131072), splits(64, 131072)] == [32, 4, 2, 1]
 
 
-@pytest.mark.parametrize("name", ["decode", "some queries, pages, heads of 32", "a ring"])
+@pytest.mark.parametrize("name", ["decode", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "decode")])
 def test_the_simulator_of_a_tpu_finds_no_race_and_no_read_out_of_bounds(name, monkeypatch):
     from jax.experimental.pallas import tpu as pltpu
 
