@@ -110,3 +110,35 @@ def test_a_block_that_does_not_fit_is_found_out(monkeypatch):
     monkeypatch.setattr(pallas_attention_tpu, "ROWS", 1 << 13)
     with pytest.raises(Exception, match=r"(?i)vmem|memory"):
         compiled_on(mesh, "prefill", CONFIG, capacity=8192, kernels="pallas")
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(16, True), (64, False)])
+def test_the_longest_list_of_work_fits_the_scalar_memory(rows, fits, monkeypatch):
+    """And one that is four times as long does not: the compiler knows its size."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from kernels import Held, Packing, Scoring, pallas_attention, pallas_attention_tpu
+
+    slots, longest = 65_536, pallas_attention_tpu.ITEMS
+    monkeypatch.setattr(pallas_attention_tpu, "SLOTS", 32)
+    monkeypatch.setattr(pallas_attention_tpu, "ITEMS", 4 * longest)
+    mesh, packing = mesh_of("v5e"), Packing(1, 1, 128)
+
+    def given(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def decode(q, keys, values, held):
+        source = Held(keys, values, (packing, packing), 0, jnp.arange(rows), jnp.zeros_like(held), held)
+        return pallas_attention(q, [source], held - 1, jnp.ones_like(held), Scoring(1.0))
+
+    arrays = (given(1, rows, *packing.shape(slots), dtype=jnp.bfloat16),) * 2
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(decode).lower(given(rows, 1, 4, 128, dtype=jnp.bfloat16), *arrays, given(rows))
+    assert (rows * slots // 32 <= longest) == fits
+    if fits:
+        lowered.compile()
+    else:
+        with pytest.raises(Exception, match=r"(?i)smem"):
+            lowered.compile()
