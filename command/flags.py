@@ -98,8 +98,9 @@ AGAINST = flags.DEFINE_enum(
 KERNELS = flags.DEFINE_enum(
     "kernels",
     "auto",
-    ["auto", "xla", "native"],
-    "What computes: XLA's own code, or C++ for CPUs (products with packed weights, attention); auto is native where that runs.",
+    ["auto", "xla", "native", "pallas"],
+    "What computes: XLA's own code, C++ for CPUs (products with packed weights, attention), or Pallas for attention on TPUs and GPUs; auto "
+    "is native where that runs, else xla.",
 )
 ACTIVATIONS = flags.DEFINE_enum(
     "activations",

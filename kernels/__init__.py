@@ -9,12 +9,14 @@ from kernels.native_attention import attend_cache
 from kernels.norm import Normed, plain, rms_norm
 from kernels.observed import Observed
 from kernels.packing import Packing
+from kernels.pallas_attention import Held, pallas_attention, pallas_fits
 from kernels.quant_array import JoinedArray, QuantArray, is_packed, take_rows, widen, widen_float8
 from kernels.row_major import row_major
 from kernels.tiled_array import TiledArray, can_tile, tile
 
 __all__ = [
     "Blocks",
+    "Held",
     "JoinedArray",
     "Normed",
     "Observed",
@@ -36,6 +38,8 @@ __all__ = [
     "index_scores",
     "is_packed",
     "matmul",
+    "pallas_attention",
+    "pallas_fits",
     "plain",
     "rms_norm",
     "row_major",

@@ -53,6 +53,15 @@ class Packing:
             slots *= 2
         return cls(slots, heads, width, -slots * heads * width % lanes, min(TILE, most // slots) if itemsize == 1 else 1)
 
+    @classmethod
+    def per_head(cls, lanes: int, heads: int, width: int, itemsize: int, most: int) -> "Packing | None":
+        """The fewest slots, at most 4, with which each head fills a multiple of `lanes` numbers by itself, as Pallas kernels read them.
+
+        Args: as of `to_fill`. None if there is no such number of slots, or if `most` slots make less than a tile of rows.
+        """
+        slots = next((slots for slots in (1, 2, 4) if slots * width % lanes == 0), None)
+        return None if slots is None or itemsize == 1 or slots * TILE > most else cls(slots, heads, width)
+
     @property
     def lanes(self) -> int:
         """Numbers per row."""

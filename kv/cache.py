@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from kv.codec import Plain
 from kv.format import Format
 from kv.fresh import Fresh
 from kv.latent import LatentLayer
@@ -155,8 +154,9 @@ def _empty(config, batch, capacity, format, pages, placement):
         tensors = {name: Tensor.init(tensor, (layers, rows), slots, format, placement) for name, tensor in spec.tensors.items()}
         if isinstance(spec, LatentSpec):
             return LatentLayer(tensors=tensors, layout=layout, placement=placement)
-        native = format.kernels == "native" and isinstance(format.codec, Plain) and placement is None
-        return KeyValueLayer(tensors=tensors, layout=layout, placement=placement, native=native, round_queries=format.round_queries)
+        kernels, _ = format.kernels_of(spec, placement)
+        more = {"kernels": kernels, "interpret": format.interpret, "round_queries": format.round_queries}
+        return KeyValueLayer(tensors=tensors, layout=layout, placement=placement, **more)
 
     width = -(-capacity // format.page_size) if windows else 0
     return Cache(

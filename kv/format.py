@@ -7,7 +7,7 @@ import numpy as np
 
 from kernels import Packing
 from kv.codec import QUANTIZED, Codec, Plain, Quantized
-from kv.types import TensorSpec
+from kv.types import LatentSpec, LayerSpec, TensorSpec
 from runtime import UserError
 from sharding import Placement, axes
 
@@ -29,9 +29,11 @@ class Format:
       group: channels of a head that share a scale; of the quantized formats.
       page_size: C, tokens per page of a pool that all rows share; None gives every row slots of its own.
       margin: tokens that a row can be rewound by: layers with a window keep that many besides it.
-      kernels: "native" has keys and values of f32 and bf16 written and read by `kernels.cpu`; "xla" by what JAX compiles.
+      kernels: "native" has keys and values of f32 and bf16 written and read by `kernels.cpu`; "pallas" has them read by Pallas kernels, for
+        which each head fills rows of `lanes` by itself; "xla" by what JAX compiles. `kernels_of` says which layers that is done for.
       round_queries: native kernels round queries, and the weights that values are added up with, to bf16, as keys and values of a bf16
         cache are: processors that multiply bf16 then answer prompts almost twice as fast.
+      interpret: run Pallas kernels step by step, on any platform; for tests.
     """
 
     dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable
@@ -44,13 +46,16 @@ class Format:
     margin: int = 64
     kernels: str = "xla"
     round_queries: bool = False
+    interpret: bool = False
 
     def __post_init__(self):
         for name in ("key_order", "value_order"):
             if sorted(value := getattr(self, name)) != ["H", "K", "S"]:
                 raise ValueError(f"{name}={value!r} is not an order of the axes S, K and H")
-        if self.kernels not in ("xla", "native"):
-            raise ValueError(f"kernels={self.kernels!r} is neither 'xla' nor 'native'")
+        if self.kernels not in ("xla", "native", "pallas"):
+            raise ValueError(f"kernels={self.kernels!r} is none of 'xla', 'native' and 'pallas'")
+        if self.kernels == "pallas" and (self.key_order, self.value_order, self.as_bits) != ("SKH", "SKH", False):
+            raise ValueError(f"Pallas kernels read floats in the orders 'SKH', not {self.key_order!r} and {self.value_order!r} of bits")
         if self.kernels == "native" and (self.key_order, self.value_order) != ("KHS", "KSH"):
             raise ValueError(f"native kernels read the orders 'KHS' and 'KSH', not {self.key_order!r} and {self.value_order!r}")
         if self.round_queries and (self.kernels, self.dtype) != ("native", jnp.bfloat16):
@@ -87,15 +92,45 @@ class Format:
         if self.lanes is None:
             return (None,) * len(parts)
         shards = 1 if placement is None else placement.shards(tensor.axis)
-        stripes = 1 if placement is None else placement.shards(axes.SLOTS)
-        most = min(64, (self.page_size or 64 * stripes) // stripes)
-        packings = [Packing.to_fill(self.lanes, tensor.heads // shards, width, dtype.itemsize, most) for width, dtype in parts]
+        most = self._slots_joined(placement)
+        packings = [self._packing(tensor.heads // shards, width, dtype.itemsize, most) for width, dtype in parts]
         if shards > 1 and any(packing is not None and packing.padding for packing in packings):
             raise UserError(
                 f"{tensor.heads // shards} heads of {tensor.width} numbers per device, {most} slots at a time, do not fill rows of "
                 f"{self.lanes} in a cache of {self.dtype.name}: use --kv=bf16, or fewer shards of heads"
             )
         return tuple(packing and dataclasses.replace(packing, heads=tensor.heads) for packing in packings)
+
+    def _slots_joined(self, placement: Placement | None) -> int:
+        """Slots that may share a row at most."""
+        stripes = 1 if placement is None else placement.shards(axes.SLOTS)
+        return min(64, (self.page_size or 64 * stripes) // stripes)
+
+    def _packing(self, heads: int, width: int, itemsize: int, most: int) -> Packing | None:
+        fewest = Packing.to_fill(self.lanes, heads, width, itemsize, most)
+        return (Packing.per_head(self.lanes, heads, width, itemsize, most) or fewest) if self.kernels == "pallas" else fewest
+
+    def kernels_of(self, spec: LayerSpec | LatentSpec, placement: Placement | None = None) -> tuple[str, str | None]:
+        """Which kernels answer a layer's queries: `self.kernels`, or "xla" and why the others do not."""
+        if self.kernels == "xla":
+            return "xla", None
+        if isinstance(spec, LatentSpec):
+            return "xla", "latent attention"
+        if not isinstance(self.codec, Plain) or self.dtype.itemsize < 2:
+            return "xla", f"a cache of {self.dtype.name}"
+        if self.kernels == "native":
+            return ("native", None) if placement is None else ("xla", "several devices")
+        if self.dtype == np.float16:
+            return "xla", "a cache of float16"
+        if self.lanes is not None:
+            most, slots = self._slots_joined(placement), set()
+            for tensor in spec.tensors.values():
+                wanted = Packing.per_head(self.lanes, tensor.heads, tensor.width, self.dtype.itemsize, most)
+                slots.add(wanted and wanted.slots)
+            if None in slots or len(slots) > 1:
+                page = "" if self.page_size is None else f" in pages of {self.page_size}"
+                return "xla", f"heads of {spec.key_dim} and {spec.value_dim} numbers{page} do not fill rows of {self.lanes}"
+        return "pallas", None
 
     @property
     def codec(self) -> Codec:

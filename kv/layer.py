@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from kernels import Blocks, Packing, attend_cache, blockwise_attention
+from kernels import Blocks, Held, Packing, attend_cache, blockwise_attention, pallas_attention, pallas_fits
 from kv.codec import Codec
 from kv.format import Format
 from kv.layout import Layout, Reader, new_rows
@@ -192,8 +192,9 @@ class Layer(struct.PyTreeNode):
 class KeyValueLayer(Layer):
     """Keys and values of every head: queries are `Query`, new rows `KeyValue`, weights the sinks [K, G] or None (see `kernels.Scoring`)."""
 
-    native: bool = struct.field(pytree_node=False, default=False)  # its arrays are written and read by `kernels.attend_cache`
-    round_queries: bool = struct.field(pytree_node=False, default=False)  # as of `kv.Format`
+    kernels: str = struct.field(pytree_node=False, default="xla")  # as of `Format.kernels_of`
+    interpret: bool = struct.field(pytree_node=False, default=False)  # as of `Format`
+    round_queries: bool = struct.field(pytree_node=False, default=False)  # likewise
 
     NAMES = (
         Query(q=(axes.BATCH, None, axes.HEADS, None)),
@@ -202,7 +203,7 @@ class KeyValueLayer(Layer):
     )
 
     def attend_here(self, query, new, step, spec, weights, whole):
-        if not self.native:
+        if self.kernels != "native":
             return super().attend_here(query, new, step, spec, weights, whole)
         keys, values = self.tensors["k"], self.tensors["v"]
         out, *written = attend_cache(
@@ -223,6 +224,45 @@ class KeyValueLayer(Layer):
         )
         tensors = {"k": keys.replace(parts=(written[0],)), "v": values.replace(parts=(written[1],))}
         return out, self.replace(tensors=tensors)
+
+    def _answered(self, query, new, step, spec, weights):
+        sources = self._held(new, step) if self.kernels == "pallas" else []
+        if not sources or not all(pallas_fits(query.q.shape, held) for held in sources):
+            return super()._answered(query, new, step, spec, weights)
+        first, queries = step.start, step.count
+        if step.last_only:
+            first, queries = jnp.maximum(first + queries - 1, 0), jnp.minimum(queries, 1)
+        scoring = spec.scoring(weights, spread=step.spread)
+        return pallas_attention(query.q, sources, first, queries, scoring, self.interpret)
+
+    def _held(self, new: Mapping[str, jax.Array] | None, step: Step) -> list[Held]:
+        """What is held, and the rows `new` as if they were a cache."""
+        keys, values = self.tensors["k"], self.tensors["v"]
+        both, kept, B = (keys.packings[0], values.packings[0]), step.kept, step.start.shape[0]
+        rows = jnp.arange(B, dtype=jnp.int32)
+        more = {"packings": None if None in both else both, "stripe": 0 if step.stripe is None else step.stripe, "stripes": step.stripes}
+        held = Held(
+            keys=keys.parts[0],
+            values=values.parts[0],
+            layer=self.layer,
+            rows=rows if step.rows is None else step.rows,
+            base=jnp.zeros_like(kept.start),
+            end=kept.start if new is not None else kept.start + kept.count,
+            ring=self.layout.kind == "ring",
+            table=step.tables[self.layout.group] if self.layout.kind == "paged" else None,
+            **more,
+        )
+        if new is None:
+            return [held]
+
+        def stored(tensor, rows):
+            (rows,), packing = tensor.codec.encode(step.kept_rows(rows)), tensor.packings[0]
+            if packing is None:
+                return rows[None]
+            return packing.pack(jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % packing.span), (0, 0), (0, 0))))[None]
+
+        made = (stored(self.tensors[name], new[name]) for name in ("k", "v"))
+        return [held, Held(*made, layer=0, rows=rows, base=kept.start, end=kept.start + kept.count, **more)]
 
     def answer(self, query, new, step, spec, weights):
         def read(block, where):

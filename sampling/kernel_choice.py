@@ -1,28 +1,32 @@
-"""Which kernels run a model: what JAX compiles, or those in C++ for CPUs."""
+"""Which kernels run a model: what JAX compiles, those in C++ for CPUs, or Pallas' for attention on TPUs and GPUs."""
 
 from checkpoint import How
 from kernels import cpu
 from quantization import Scheme
 from runtime import UserError
 
-KERNELS = ("auto", "xla", "native")
+KERNELS = ("auto", "xla", "native", "pallas")
 ACTIVATIONS = ("auto", "float", "int16", "int8")
 
 
 def choose_kernels(kernels: str, where: str, *, split: bool = False, layer_loop: str = "unrolled") -> tuple[str, str | None]:
-    """The kernels, "xla" or "native", and what a user should be told about them.
+    """The kernels, "xla", "native" or "pallas", and what a user should be told about them.
 
     Args:
-      kernels: one of `KERNELS`; "auto" is native where that runs.
+      kernels: one of `KERNELS`; "auto" is native where that runs, else xla: no chip has run the Pallas kernels yet.
       where: the platform.
       split: whether the model is split over a mesh.
       layer_loop: as of `load`.
 
     Raises:
-      UserError: an unknown name, or native kernels where they do not run.
+      UserError: an unknown name, or kernels where they do not run.
     """
     if kernels not in KERNELS:
         raise UserError(f"--kernels={kernels} is not known: use one of {', '.join(KERNELS)}")
+    if kernels == "pallas":
+        if where not in ("tpu", "gpu"):
+            raise UserError(f"--kernels=pallas is for TPUs and GPUs, and this runs on {where}: use --kernels=auto")
+        return "pallas", None
     if kernels == "xla" or (kernels == "auto" and (where != "cpu" or split or layer_loop != "unrolled")):
         return "xla", None
     if where != "cpu":

@@ -148,8 +148,8 @@ def load(
       mesh: the devices to split the model over, with axes named as in `sharding.MESH_AXES` (`sharding.make_mesh` makes one); None: one
         device.
       layer_loop: "unrolled", or "scan", which compiles layers that repeat once: for models of many layers.
-      kernels: auto (native on one CPU where they are built), xla (what JAX compiles) or native (C++: products with packed weights, and
-        attention over plain caches).
+      kernels: auto (native on one CPU where they are built, else xla), xla (what JAX compiles), native (C++: products with packed weights,
+        and attention over plain caches) or pallas (attention over plain caches on TPUs and GPUs; a notice says which layers it is not for).
       activations: of native products with packed weights, which round them with a scale for every 32: auto (int8 for weights as their file
         packs them, else int16), float (not rounded), int16 or int8. With int8 ones attention over a bf16 cache is in bf16.
 
@@ -170,7 +170,7 @@ def load(
     path = checkpoint.resolve(name, progress=progress)
     began = time.perf_counter()
     loaded = checkpoint.load(path, weight_dtype, progress, placement, layer_loop, layers, head)
-    for notice in loaded.notices:
+    for notice in (*loaded.notices, *not_by_pallas(loaded.config, kv_format, placement)):
         progress.notice(notice)
     match loaded.kind:
         case "gguf":
@@ -194,6 +194,17 @@ def load(
     )
 
 
+def not_by_pallas(config: ModelConfig, format: kv.Format, placement: Placement | None) -> list[str]:
+    """What a user who asked for Pallas kernels should be told of layers that they do not answer."""
+    if format.kernels != "pallas":
+        return []
+    reasons = [reason for spec in config.cache_layers if (reason := format.kernels_of(spec, placement)[1]) is not None]
+    return [
+        f"{reasons.count(each)} of {len(config.cache_layers)} layers are not read by Pallas kernels ({each})"
+        for each in dict.fromkeys(reasons)
+    ]
+
+
 def cache_format(
     kv_dtype: str,
     cache: str = "dense",
@@ -214,6 +225,8 @@ def cache_format(
     where = platform() if where is None else where
     kv_dtype = "bf16" if (kv_dtype, kernels) == ("auto", "native") else kv_dtype
     dtype, more = resolve_dtype("kv", kv_dtype, where, KV_DTYPES), {"kernels": kernels}
+    if kernels == "pallas" and dtype not in DTYPES.values():
+        raise UserError(f"--kernels=pallas reads a KV cache of f32 or bf16, not {dtype.name}: use --kv=bf16, or --kernels=auto")
     if kv_group is not None:
         if dtype in DTYPES.values():
             raise UserError(f"--kv_group={kv_group} is of a quantized KV cache: add --kv=int8, int4 or fp8")

@@ -100,13 +100,16 @@ def compiled_on(
     auto: bool = False,
     kv_dtype: Any = jnp.bfloat16,
     scheme: Scheme | None = None,
+    capacity: int = CAPACITY,
+    **format: Any,
 ) -> OnMesh:
-    """ "decode" (STEPS steps of BATCH rows) or "prefill" (CHUNK tokens of a row), in bf16, over a cache of CAPACITY slots.
+    """ "decode" (STEPS steps of BATCH rows) or "prefill" (CHUNK tokens of a row), in bf16, over a cache of `capacity` slots.
 
     Args:
       rules: other ones than the mesh's own.
       auto: let the compiler choose how weights lie in memory.
       scheme: pack the layers' matrices so.
+      format: fields of `kv.Format`.
     """
     import time
 
@@ -114,7 +117,7 @@ def compiled_on(
     config = fit(config, placement)
     model = Transformer(config, jnp.dtype(jnp.bfloat16), layer_loop)
     boxes = abstract_params(config, jnp.dtype(jnp.bfloat16), layer_loop)
-    format = kv.Format.for_platform(placement.platform, np.dtype(kv_dtype))
+    cache_format = kv.Format.for_platform(placement.platform, np.dtype(kv_dtype), **format)
     is_box = lambda leaf: isinstance(leaf, nn.Partitioned)  # noqa: E731
 
     def placed(names: Any, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -129,7 +132,7 @@ def compiled_on(
         plain = abstract_params(config, jnp.dtype(jnp.bfloat16))
         kept = jax.eval_shape(lambda: stacked(config, spread(pack_abstract(plain, scheme), mesh.size > 1), layer_loop))
         params = jax.tree.map(placed, tree_names(kept, boxes), kept, is_leaf=is_names)
-    shapes = jax.eval_shape(lambda: kv.init(config, BATCH, CAPACITY, format, None, placement))
+    shapes = jax.eval_shape(lambda: kv.init(config, BATCH, capacity, cache_format, None, placement))
     cache = jax.tree.map(placed, shapes.logical_axes(), shapes, is_leaf=is_names)
     if program == "decode":
         state = jax.eval_shape(lambda: DecodeState.init(BATCH, config.vocab_size)).replace(placement=placement)

@@ -39,6 +39,24 @@ def test_packing_and_unpacking_lose_nothing_and_have_the_shape_that_is_stated(pa
 
 
 @pytest.mark.parametrize(
+    ("width", "itemsize", "most", "slots"),
+    [
+        (128, 2, 64, 1),
+        (256, 2, 64, 1),
+        (64, 2, 64, 2),
+        (64, 2, 16, 2),
+        (64, 2, 8, None),
+        (96, 4, 64, 4),
+        (80, 2, 64, None),
+        (128, 1, 64, None),
+    ],
+)
+def test_heads_fill_rows_by_themselves_with_few_slots_or_not_at_all(width, itemsize, most, slots):
+    packing = Packing.per_head(128, 3, width, itemsize, most)
+    assert packing == (None if slots is None else Packing(slots, 3, width))
+
+
+@pytest.mark.parametrize(
     ("heads", "width", "itemsize", "most", "want"),
     [
         (8, 128, 2, 64, None),  # a slot's heads fill a tile

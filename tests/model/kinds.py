@@ -13,7 +13,7 @@ from flax import struct
 import kv
 from kv.codec import Codec
 from kv.fresh import Fresh
-from model import LayerConfig, MLPConfig, ModelConfig, Transformer, decode_step, prefill
+from model import LayerConfig, MLPConfig, ModelConfig, Rope, Transformer, decode_step, prefill
 from tests.model.hybrids import CONFIGS, attention, model, random_params
 
 B, T, CAPACITY = 3, 24, 40
@@ -24,13 +24,21 @@ F32, BF16, INT8, INT4, FP8 = map(np.dtype, (np.float32, jnp.bfloat16, np.int8, m
 FLIP = {BF16: 2**-7, INT8: 4 / 127, FP8: 2 / 8, INT4: 6 / 15}
 
 
-def windowed(num_heads: int = 6, num_kv_heads: int = 2) -> ModelConfig:
+def windowed(num_heads: int = 6, num_kv_heads: int = 2, **more: Any) -> ModelConfig:
     """A layer with a window, then one without."""
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, **more}
     return model(*(LayerConfig(attention(window=window, **heads), MLPConfig(hidden=32)) for window in (WINDOW, None)))
 
 
-MODELS = {"gqa": windowed(), "mqa": windowed(4, 1), "mha": windowed(4, 4), "mla": CONFIGS["mla"], "deepseek": CONFIGS["deepseek"]}
+WIDE = windowed(6, 2, head_dim=64, rope=Rope(theta=1e4, dim=64), sinks=True)  # heads as Pallas kernels of a TPU take them
+MODELS = {
+    "gqa": windowed(),
+    "wide": WIDE,
+    "mqa": windowed(4, 1),
+    "mha": windowed(4, 4),
+    "mla": CONFIGS["mla"],
+    "deepseek": CONFIGS["deepseek"],
+}
 
 
 class ReadBack(struct.PyTreeNode):
@@ -132,6 +140,11 @@ def _kinds() -> dict[str, Kind]:
     kinds |= {f"{name}-{layout}": kind(name, layout) for name in ("mla", "deepseek") for layout in ("dense", "paged")}
     kinds["gqa-ring-tpu"] = kind("gqa", "ring", key_order="SKH", value_order="SKH")
     kinds["gqa-paged-tpu"] = kind("gqa", "paged", key_order="SKH", value_order="SKH")
+    pallas = {"key_order": "SKH", "value_order": "SKH", "kernels": "pallas", "interpret": True}
+    for layout in ("ring", "paged", "paged16"):
+        kinds[f"gqa-{layout}-pallas"] = kind("gqa", layout, **pallas)  # as on a GPU
+        if layout != "paged":  # of 4, which fill no tiles
+            kinds[f"wide-{layout}-pallas"] = kind("wide", layout, lanes=128, **pallas)  # as on a TPU
     for dtype in (BF16, INT8, INT4, FP8):
         for layout in ("ring", "dense", "paged"):
             kinds[f"gqa-{layout}-{dtype.name}"] = kind("gqa", layout, dtype, as_bits=True, group=8 if dtype == INT4 else 2)

@@ -284,4 +284,5 @@ def test_the_kinds_are_what_they_are_called():
         found = {store.layout.kind for store in shapes.stores}
         wanted = name.split("-")[1].removesuffix("16")
         assert found == ({"ring", "dense"} if wanted == "ring" else {wanted})
+        assert all(getattr(store, "kernels", "xla") == kind.format.kernels for store in shapes.stores)
     assert WINDOW + MARGIN < T < CAPACITY

@@ -43,7 +43,8 @@ FLIP = 1 / 127
 
 
 def layer(num_kv_heads: int, mlp=None, **more) -> LayerConfig:
-    attention = AttentionConfig(num_heads=8, num_kv_heads=num_kv_heads, head_dim=8, rope=Rope(theta=1e4, dim=8), **more)
+    rope = Rope(theta=1e4, dim=more.get("head_dim", 8))
+    attention = AttentionConfig(**{"num_heads": 8, "num_kv_heads": num_kv_heads, "head_dim": 8, "rope": rope} | more)
     return LayerConfig(attention, mlp or MLPConfig(hidden=64))
 
 
@@ -64,16 +65,25 @@ MODELS = {
     "few_kv_heads": model(layer(2, qk_norm="full", qkv_bias=True), layer(2, sinks=True, window=20), vocab_size=101),
     "experts": model(*(layer(4, BIASED, window=20, sinks=True), layer(4, MIXED)) * 2),
     "deepseek": CONFIGS["deepseek"],
+    "wide": model(*(layer(4, head_dim=64, window=window, sinks=True) for window in (20, None))),
 }
 MARGIN = 8
 DENSE = kv.Format.for_platform("cpu", np.dtype(np.float32), margin=MARGIN)
 INT8 = kv.Format.for_platform("cpu", np.dtype(np.int8), margin=MARGIN, group=8)
+PALLAS = kv.Format(np.dtype(np.float32), "SKH", "SKH", margin=MARGIN, kernels="pallas", interpret=True)  # as on a GPU; packed, on a TPU
 FORMATS = {
     "f32": DENSE,
     "paged": dataclasses.replace(DENSE, page_size=8),
     "int8": INT8,
     "paged_int8": dataclasses.replace(INT8, page_size=8),
+    "pallas": PALLAS,
+    "paged_pallas": dataclasses.replace(PALLAS, page_size=8),
+    "packed_pallas": dataclasses.replace(PALLAS, lanes=128),
+    "packed_paged_pallas": dataclasses.replace(PALLAS, lanes=128, page_size=32),
 }
+
+
+BY_XLA = {"pallas": "f32", "packed_pallas": "f32", "paged_pallas": "paged", "packed_paged_pallas": "paged"}  # what must come out
 
 
 def placement_of(mesh: str) -> Placement:
@@ -145,11 +155,16 @@ CASES = [
     *[("experts", format, mesh) for format in ("f32", "paged") for mesh in ("expert=4", "expert=2,model=2", "data=2,expert=2,model=2")],
     ("experts", "f32", "fsdp=4"),
     ("experts", "f32", "seq=2,expert=2"),
+    *[("few_kv_heads", "pallas", mesh) for mesh in ("model=4", "data=2,seq=2")],
+    ("dense", "paged_pallas", "data=2,seq=2,model=2"),
+    *[("wide", "packed_pallas", mesh) for mesh in ("data=2,model=4", "seq=2,model=2")],
+    ("wide", "packed_paged_pallas", "seq=2,model=2"),
     *[("deepseek", format, mesh) for format in ("f32", "paged") for mesh in ("model=2", "seq=4", "data=2,expert=2")],
 ]
 QUICK = {
     ("dense", "paged_int8", "data=2,model=4"),
     ("experts", "f32", "seq=2,expert=2"),
+    ("wide", "packed_pallas", "seq=2,model=2"),
 }
 
 
@@ -162,8 +177,10 @@ def cases():
 
 @pytest.mark.parametrize(("model_name", "format_name", "mesh", "layer_loop"), list(cases()))
 def test_a_mesh_computes_what_one_device_does(model_name, format_name, mesh, layer_loop):
-    config, want = MODELS[model_name], alone(model_name, format_name)
-    got = answers(config, init_params(config), FORMATS[format_name], placement_of(mesh), layer_loop)
+    config, format, placement = MODELS[model_name], FORMATS[format_name], placement_of(mesh)
+    assert format.kernels == "xla" or {format.kernels_of(spec, placement)[0] for spec in fit(config, placement).cache_layers} == {"pallas"}
+    want = alone(model_name, BY_XLA.get(format_name, format_name))
+    got = answers(config, init_params(config), format, placement, layer_loop)
     tolerance = (FLIP if "int8" in format_name else EQUAL) * np.abs(want).max()
     assert np.abs(got - want).max() <= tolerance
     for number, row in enumerate(np.flatnonzero(got.argmax(-1) != want.argmax(-1))):
