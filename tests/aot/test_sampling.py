@@ -56,5 +56,6 @@ def test_the_vocabulary_is_not_sorted_and_temporaries_are_a_few_times_the_logits
         print(f"\n{platform}: {temporaries / 2**20:.1f} MiB of temporaries, {temporaries / logits:.2f} of the logits")
     operations = set(re.findall(r" ([\w\-]+)\(", text))
     assert {"while", "conditional"} <= operations
-    assert not operations & {"sort", "topk", "custom-call"}
+    assert not operations & {"sort", "topk"}
+    assert 'custom_call_target="TopK' not in text
     assert temporaries < most * logits
