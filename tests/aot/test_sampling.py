@@ -1,5 +1,6 @@
 """The sampler as the compilers of a TPU and a GPU see it: no order of the vocabulary, and few temporaries."""
 
+import math
 import re
 
 import jax
@@ -57,7 +58,7 @@ def test_the_vocabulary_is_not_sorted_and_temporaries_are_a_few_times_the_logits
     assert " while(" in text
     assert " conditional(" in text
     sorts = re.findall(r" = .*\b(?:sort|topk)\(.*", text)  # on a TPU, the places of a scatter: those of the biases, 300 a row
-    sizes = [int(size) for line in sorts for size in re.findall(r"\[(\d+)", line)]
+    sizes = [math.prod(map(int, shape.split(","))) for line in sorts for shape in re.findall(r"\[([\d,]+)\]", line)]
     assert all(size <= BATCH * BIAS_SLOTS for size in sizes), sorts
     assert 'custom_call_target="TopK' not in text
     assert temporaries < most * logits
