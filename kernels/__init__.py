@@ -5,6 +5,7 @@ from kernels.argmax import argmax
 from kernels.attention import Blocks, Scoring, attention, blockwise_attention
 from kernels.experts import experts
 from kernels.floors import top_k_floor, top_p_floor
+from kernels.gumbel import gumbel
 from kernels.indexer import blockwise_index_scores, index_scores, top_slots
 from kernels.matmul import gated_matmul, head_matmul, matmul
 from kernels.native_attention import attend_cache
@@ -35,6 +36,7 @@ __all__ = [
     "can_tile",
     "experts",
     "gated_matmul",
+    "gumbel",
     "head_matmul",
     "index_scores",
     "is_packed",

@@ -6,7 +6,7 @@ Nothing here sorts the vocabulary: a filter's cut is a floor, found by bisection
 import jax
 import jax.numpy as jnp
 
-from kernels import argmax, top_k_floor, top_p_floor
+from kernels import argmax, gumbel, top_k_floor, top_p_floor
 from sampling.options import SamplingParams
 
 
@@ -88,7 +88,7 @@ def truncate(logits: jax.Array, params: SamplingParams) -> jax.Array:
 def _draw(logits: jax.Array, params: SamplingParams, positions: jax.Array) -> jax.Array:
     """Gumbel-max: the argmax of logits plus Gumbel noise has the softmax's distribution."""
 
-    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (logits.shape[1],))
+    def key(seed: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
 
-    return argmax(logits + jax.vmap(noise)(params.seed, positions))
+    return argmax(logits + gumbel(jax.vmap(key)(params.seed, positions), logits.shape[1]))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import kernel_attention, kernel_cases, kernel_page, kernels, machine
+from benchmarks import kernel_attention, kernel_cases, kernel_page, kernel_run, machine
 from benchmarks.device_ceilings import DeviceCeilings
 from benchmarks.kernel_cases import CODES, Case, Group, copies_of, cycled, kernels_here
 from benchmarks.rounds import interleaved
@@ -49,7 +49,7 @@ def test_limits_ratios_and_shares_follow_from_medians_and_the_highest_ceilings()
         pretended("wide", 4e6, 1e6, native=[9, 1, 2, 3], xla=[9, 6, 8, 7]),
         pretended("deep", 1e6, 5e8, op="norm", xla=[9, 1, 1, 1]),
     )
-    report = kernels.measure([slow, wide], meter(READ / 2, READ), rounds=3, budget_seconds=60)
+    report = kernel_run.measure([slow, wide], meter(READ / 2, READ), rounds=3, budget_seconds=60)
     first, second = report["results"]
     assert (first["limit_s"], first["bound"]) == (4e6 / READ, "reading")
     assert {name: kernel["seconds"]["median"] for name, kernel in first["kernels"].items()} == {"native": 2, "xla": 7}
@@ -61,7 +61,7 @@ def test_limits_ratios_and_shares_follow_from_medians_and_the_highest_ceilings()
 
 
 def test_the_report_is_json_and_its_page_has_every_row():
-    report = kernels.measure([pretended("wide", native=[9, 2e-6], xla=[9, 5e-6]), pretended("alone", xla=[9, 1e-3])], meter(), 1, 60)
+    report = kernel_run.measure([pretended("wide", native=[9, 2e-6], xla=[9, 5e-6]), pretended("alone", xla=[9, 1e-3])], meter(), 1, 60)
     again = json.loads(json.dumps(report))
     assert again == report
     assert set(report) == {"machine", "settings", "ceilings", "results", "notes"}
@@ -84,7 +84,7 @@ def test_past_its_share_a_group_has_one_round_and_past_the_budget_no_other_begin
     def group(name):
         return Group("matmul", name, lambda: [Case("matmul", name, {"xla": slow}, 1.0, 1.0)])
 
-    report = kernels.measure([group("first"), group("second"), group("third")], meter(), rounds=1000, budget_seconds=0.02)
+    report = kernel_run.measure([group("first"), group("second"), group("third")], meter(), rounds=1000, budget_seconds=0.02)
     assert [len(result["kernels"]["xla"]["seconds"]["all"]) for result in report["results"]] == [1]
     left_out, cut = report["notes"]
     assert "left out second, third" in left_out
@@ -191,12 +191,12 @@ def test_a_device_measures_itself():
 
 
 def test_all_operations_have_groups_and_others_are_refused():
-    assert list(dict.fromkeys(group.op for group in kernels.groups(kernels.OPS))) == list(kernels.OPS)
-    assert {group.op for group in kernels.groups(["norm", "append"])} == {"norm", "append"}
+    assert list(dict.fromkeys(group.op for group in kernel_run.groups(kernel_run.OPS))) == list(kernel_run.OPS)
+    assert {group.op for group in kernel_run.groups(["norm", "append"])} == {"norm", "append"}
     with pytest.raises(UserError, match="'sort', which is not known: use some of matmul"):
-        kernels.groups(["sort"])
+        kernel_run.groups(["sort"])
     with pytest.raises(UserError, match="no operation is named"):
-        kernels.groups([])
+        kernel_run.groups([])
 
 
 def test_the_script_writes_its_table_and_its_numbers(tmp_path):
