@@ -79,6 +79,10 @@ def kernels_here(op_has_native: bool = True) -> tuple[str, ...]:
     return ("native", "xla") if op_has_native and platform() == "cpu" and cpu.instruction_set() is not None else ("xla",)
 
 
+def counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
 def copies_of(nbytes: int) -> int:
     """As many arrays of so many bytes as don't fit into the last level's cache, twice over."""
     return max(1, math.ceil(2 * machine.cache_bytes() / nbytes))
@@ -127,7 +131,7 @@ def products(model: str, matrix: str, code: str, rows: Sequence[int] = ROWS, op:
         more = (jnp.ones((inputs,)), jnp.asarray(rng.normal(size=(count, outs)).astype(np.float32))) if op == "fused" else ()
         calls = {name: multiply(name, each, x, *more) for name, each in copies.items()}
         moved = next(iter(copies.values()))[0].nbytes + 4 * count * (inputs + outs) + sum(each.nbytes for each in more)
-        cases.append(Case(op, f"{model} {matrix} {code}, {count} rows", calls, moved, 2.0 * count * inputs * outs))
+        cases.append(Case(op, f"{model} {matrix} {code}, {counted(count, 'row')}", calls, moved, 2.0 * count * inputs * outs))
     return cases
 
 
@@ -143,7 +147,7 @@ def norms(width: int, rows: Sequence[int] = ROWS) -> list[Case]:
     for count in rows:
         x = jnp.asarray(np.random.default_rng(0).normal(size=(count, width)).astype(np.float32))
         call = cycled(program, [(x, x, jnp.ones((width,)))], 1, dispatches=16)
-        cases.append(Case("norm", f"width {width}, {count} rows", {"xla": call}, 4.0 * 4 * count * width, 6.0 * count * width))
+        cases.append(Case("norm", f"width {width}, {counted(count, 'row')}", {"xla": call}, 4.0 * 4 * count * width, 6.0 * count * width))
     return cases
 
 
@@ -170,7 +174,7 @@ def appends(slots: int, tokens: Sequence[int] = (1, 512)) -> list[Case]:
 
             return seconds(run) / layers
 
-        return Case("append", f"{count} tokens of 3 heads of 64", {"xla": call}, 2.0 * new.nbytes, 0.0)
+        return Case("append", f"{counted(count, 'token')} of 3 heads of 64", {"xla": call}, 2.0 * new.nbytes, 0.0)
 
     return [case(count) for count in tokens]
 
@@ -201,7 +205,9 @@ def samplings(vocabulary: int, rows: Sequence[int] = (1, 8, 32), steps: int = 4)
         for name, option in options.items():
             params = jax.device_put(SamplingParams.stack([option] * count, ()))
             call = cycled(program, [(logits, params, *state)], steps)
-            cases.append(Case("sampling", f"{vocabulary:,} tokens, {name}, {count} rows", {"xla": call}, float(logits.nbytes), 0.0))
+            cases.append(
+                Case("sampling", f"{vocabulary:,} tokens, {name}, {counted(count, 'row')}", {"xla": call}, float(logits.nbytes), 0.0)
+            )
     return cases
 
 
@@ -232,6 +238,6 @@ def mixtures(count: int, width: int, hidden: int, tokens: Sequence[int] = (1, 16
         call = functools.partial(seconds, mixture(T, count, width, hidden))
         one = 3 * width * hidden  # weights of an expert
         hit = count * (1 - (1 - TOP_K / count) ** T)
-        shape = f"{T} tokens, {TOP_K} of {count} experts of {width} x {hidden}"
+        shape = f"{counted(T, 'token')}, {TOP_K} of {count} experts of {width} x {hidden}"
         cases.append(Case("experts", shape, {"xla": call}, 4 * (hit * one + 2 * T * width), 2.0 * T * TOP_K * one))
     return cases

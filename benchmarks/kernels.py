@@ -64,7 +64,7 @@ def run(out: Path) -> dict[str, Any]:
     meter = Worker(stacks.CEILINGS.command(sys.executable, "", Path(), threads), stacks.CEILINGS.environment(threads)) if on_cpu else None
 
     def save(report: dict[str, Any]) -> None:
-        for name, text in (("kernels.json", json.dumps(report, indent=1) + "\n"), ("kernels.md", kernel_page.markdown(report))):
+        for name, text in (("kernels.json", json.dumps(report) + "\n"), ("kernels.md", kernel_page.markdown(report))):
             with replacing(str(out / name)) as file:
                 file.write(text)
 

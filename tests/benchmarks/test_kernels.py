@@ -133,7 +133,7 @@ def test_what_is_timed_multiplies_the_same_weights(code):
 
 def test_the_head_has_no_more_rows_than_a_decode_step():
     assert [case.shape for case in kernel_cases.products("tiny", "head", "u8", (1, 32, 128))] == [
-        "tiny head u8, 1 rows",
+        "tiny head u8, 1 row",
         "tiny head u8, 32 rows",
     ]
 
