@@ -13,42 +13,22 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script finds its own folder only
 
+from benchmarks.kernel_cases import TOP_K, mixture
 from benchmarks.rounds import interleaved, median_seconds, seconds
-from kernels import experts
-from model.config import MLPConfig
-from model.mlp import activate
 
 ROUNDS = flags.DEFINE_integer("rounds", 40, "Calls per case.")
-TOP_K, SIDE = 2, 2048
-
-
-def case(tokens: int, count: int, width: int, hidden: int):
-    """A jitted call with random weights, a different choice of experts in every call."""
-    rng = np.random.default_rng(0)
-    w_in = jnp.asarray(rng.standard_normal((count, 2, hidden, width), np.float32))
-    w_out = jnp.asarray(rng.standard_normal((count, width, hidden), np.float32))
-    x = jnp.asarray(rng.standard_normal((tokens, width), np.float32))
-    shares = jnp.full((tokens, TOP_K), 0.5)
-    activation = functools.partial(activate, MLPConfig(hidden=hidden))
-    call = jax.jit(lambda chosen: experts(x, chosen, shares, w_in, w_out, activation))
-
-    def run() -> jax.Array:
-        chosen = np.stack([rng.permutation(count)[:TOP_K] for _ in range(tokens)]).astype(np.int32)
-        return call(chosen)
-
-    return run
+SIDE = 2048
 
 
 def main(_: list[str]) -> None:
     matrix = jnp.ones((SIDE, SIDE))
     product = jax.jit(jnp.matmul)
     calls = {
-        f"{tokens} token{'s' * (tokens > 1)}, {count} experts of {width} x {hidden}": case(tokens, count, width, hidden)
+        f"{tokens} token{'s' * (tokens > 1)}, {count} experts of {width} x {hidden}": mixture(tokens, count, width, hidden)
         for tokens, width, hidden in ((1, 512, 1024), (1, 1024, 2048), (16, 512, 1024), (512, 512, 1024))
         for count in (8, 64)
     } | {"plain product": lambda: product(matrix, matrix)}

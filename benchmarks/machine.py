@@ -24,6 +24,15 @@ def describe() -> dict:
     }
 
 
+def cache_bytes() -> int:
+    """Of the last level of the first processor's caches; where the system does not say, 64 MiB, which is an accelerator's or more."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text(encoding="utf-8").strip()
+        sizes.append(int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]])
+    return max(sizes, default=64 << 20)
+
+
 class OtherWork:
     """Cores that other processes kept busy since this was made; `session` is the worker's, whose work is not other work.
 

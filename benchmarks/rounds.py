@@ -1,5 +1,6 @@
 """Calls within this process that take turns, so that what disturbs the machine disturbs all alike."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ def interleaved(
     *,
     between: Callable[[], None] = lambda: None,
     quiet_seconds: float = 0.0,
+    deadline: float = math.inf,
 ) -> dict[Any, Record]:
     """A warm-up call of every case, then rounds of one counted call each, in an order drawn anew for each round.
 
@@ -27,11 +29,14 @@ def interleaved(
       rounds: counted calls of each.
       between: called before each round.
       quiet_seconds: how long at most to wait before each round for other work to end.
+      deadline: no round but the first begins past it, on `time.perf_counter`'s clock.
     """
     first_calls = {name: seconds(case) for name, case in cases.items()}
     measurements: dict[Any, list[Measurement]] = {name: [] for name in cases}
     names, order = list(cases), np.random.default_rng(1)
-    for _ in range(rounds):
+    for number in range(rounds):
+        if number and time.perf_counter() > deadline:
+            break
         between()
         wait_until_quiet(quiet_seconds)
         for index in order.permutation(len(names)):  # no case always follows the same one, with what that leaves in the caches

@@ -1,8 +1,11 @@
 """Floor 1: one operation per file, each with a plain jnp form that runs everywhere; lowerings are chosen inside the operation."""
 
 from kernels.append import append, append_pages, append_ring
+from kernels.argmax import argmax
 from kernels.attention import Blocks, Scoring, attention, blockwise_attention
 from kernels.experts import experts
+from kernels.floors import top_k_floor, top_p_floor
+from kernels.gumbel import gumbel
 from kernels.indexer import blockwise_index_scores, index_scores, top_slots
 from kernels.matmul import gated_matmul, head_matmul, matmul
 from kernels.native_attention import attend_cache
@@ -27,6 +30,7 @@ __all__ = [
     "append",
     "append_pages",
     "append_ring",
+    "argmax",
     "attend_cache",
     "attention",
     "blockwise_attention",
@@ -34,6 +38,7 @@ __all__ = [
     "can_tile",
     "experts",
     "gated_matmul",
+    "gumbel",
     "head_matmul",
     "index_scores",
     "is_packed",
@@ -45,6 +50,8 @@ __all__ = [
     "row_major",
     "take_rows",
     "tile",
+    "top_k_floor",
+    "top_p_floor",
     "top_slots",
     "widen",
     "widen_float8",

@@ -1,14 +1,12 @@
 """From logits to one token per row.
 
-Nothing here sorts the vocabulary: a filter's cut is found by bisection over the bits of the logits, 32 passes of one comparison
-and one sum, and the passes run only in a batch where some row asks for them.
+Nothing here sorts the vocabulary: a filter's cut is a floor, found by bisection, and what no row of a batch asks for is not done.
 """
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from kernels import argmax, gumbel, top_k_floor, top_p_floor
 from sampling.options import SamplingParams
 
 
@@ -27,13 +25,17 @@ def sample(logits: jax.Array, params: SamplingParams, positions: jax.Array, seen
       int32 [B].
     """
     logits = penalize(logits, params, seen, counts)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = argmax(logits)
+    hot = params.temperature > 0
+    filters = params.replace(  # a greedy row asks for none
+        top_k=jnp.where(hot, params.top_k, 0), top_p=jnp.where(hot, params.top_p, 1.0), min_p=jnp.where(hot, params.min_p, 0.0)
+    )
     drawn = jax.lax.cond(
-        jnp.any(params.temperature > 0),
-        lambda: _draw(truncate(_heat(logits, params.temperature), params), params, positions),
+        jnp.any(hot),
+        lambda: _draw(truncate(_heat(logits, params.temperature), filters), params, positions),
         lambda: greedy,
     )
-    return jnp.where(params.temperature > 0, drawn, greedy)
+    return jnp.where(hot, drawn, greedy)
 
 
 def penalize(logits: jax.Array, params: SamplingParams, seen: jax.Array, counts: jax.Array) -> jax.Array:
@@ -63,46 +65,30 @@ def _heat(logits: jax.Array, temperature: jax.Array) -> jax.Array:
 
 def truncate(logits: jax.Array, params: SamplingParams) -> jax.Array:
     """top-k, then top-p of what is left, then min-p: f32 [B, V] with -inf where a token is cut."""
-    order = _order(logits)
 
     def top_k() -> jax.Array:
-        k = jnp.clip(params.top_k, 1, logits.shape[1])
-        floor = _bisect(lambda floor: jnp.sum(order >= floor[:, None], axis=-1) >= k, logits.shape[0])
-        return jnp.where((params.top_k[:, None] > 0) & (order < floor[:, None]), -jnp.inf, logits)
+        floor = top_k_floor(logits, params.top_k)
+        return jnp.where((params.top_k > 0)[:, None] & (logits < floor[:, None]), -jnp.inf, logits)
+
+    def top_p_and_min_p(logits: jax.Array) -> jax.Array:
+        weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))  # unnormalised probabilities
+
+        def top_p() -> jax.Array:
+            floor = top_p_floor(logits, weights, params.top_p)
+            return jnp.where((params.top_p < 1)[:, None] & (logits < floor[:, None]), -jnp.inf, logits)
+
+        kept = jax.lax.cond(jnp.any(params.top_p < 1), top_p, lambda: logits)
+        return jnp.where(weights < params.min_p[:, None], -jnp.inf, kept)
 
     logits = jax.lax.cond(jnp.any(params.top_k > 0), top_k, lambda: logits)
-    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))  # unnormalised probabilities
-
-    def top_p() -> jax.Array:
-        enough = params.top_p * jnp.sum(weights, axis=-1)
-        floor = _bisect(lambda floor: jnp.sum(jnp.where(order >= floor[:, None], weights, 0), axis=-1) >= enough, logits.shape[0])
-        floor = jnp.minimum(floor, jnp.max(order, axis=-1))  # a top_p that underflows keeps the likeliest
-        return jnp.where((params.top_p[:, None] < 1) & (order < floor[:, None]), -jnp.inf, logits)
-
-    logits = jax.lax.cond(jnp.any(params.top_p < 1), top_p, lambda: logits)
-    return jnp.where(weights < params.min_p[:, None], -jnp.inf, logits)
-
-
-def _order(values: jax.Array) -> jax.Array:
-    """f32 -> uint32 that compares as the floats do."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)  # one zero, not two
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _bisect(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """The largest uint32 per row for which `holds` is still true; true at 0 and never true again once false."""
-
-    def bit(index: jax.Array, floor: jax.Array) -> jax.Array:
-        candidate = floor | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
-        return jnp.where(holds(candidate), candidate, floor)
-
-    return jax.lax.fori_loop(0, 32, bit, jnp.zeros((rows,), jnp.uint32))
+    wanted = jnp.any((params.top_p < 1) | (params.min_p > 0))
+    return jax.lax.cond(wanted, top_p_and_min_p, lambda logits: logits, logits)
 
 
 def _draw(logits: jax.Array, params: SamplingParams, positions: jax.Array) -> jax.Array:
     """Gumbel-max: the argmax of logits plus Gumbel noise has the softmax's distribution."""
 
-    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (logits.shape[1],))
+    def key(seed: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
 
-    return jnp.argmax(logits + jax.vmap(noise)(params.seed, positions), axis=-1).astype(jnp.int32)
+    return argmax(logits + gumbel(jax.vmap(key)(params.seed, positions), logits.shape[1]))

@@ -1,12 +1,14 @@
 """The sampler against one that sorts, and the laws of its randomness."""
 
 import dataclasses
+import sys
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
 
 from sampling.options import SamplingOptions, SamplingParams
 from sampling.sample import penalize, sample, truncate
@@ -183,6 +185,43 @@ def test_a_token_is_the_argmax_of_the_kept_scores_and_the_rows_own_noise(referen
             assert tokens[row] == logits[row].argmax()
         elif margin > 1e-5:  # the division by the temperature and the sum with the noise round
             assert tokens[row] == expected
+
+
+def test_what_no_row_asks_for_is_not_done():
+    """Filters, noise and penalties stand in branches, which a batch without such a row does not enter."""
+    arguments = np.zeros(WIDE, np.float32), stack([SamplingOptions()] * 4), np.zeros(4, np.int32), *nothing(WIDE)
+    always, all_ = operations(jax.make_jaxpr(sample)(*arguments).jaxpr)
+    costly = {"while", "exp", "log", "random_bits"}
+    assert costly <= all_
+    assert not costly & always
+    always, all_ = operations(jax.make_jaxpr(truncate)(*arguments[:2]).jaxpr)
+    assert "while" in all_
+    assert not costly & always
+    assert not {"sort", "top_k"} & all_
+
+
+def operations(jaxpr):
+    """Names of the primitives outside of branches on traced values, and of all."""
+    always, all_ = set(), set()
+    for equation in jaxpr.eqns:
+        inner = [operations(sub) for sub in jaxprs_in_params(equation.params)]
+        all_ |= {equation.primitive.name}.union(*(every for _, every in inner))
+        always |= {equation.primitive.name}
+        if equation.primitive.name != "cond":
+            always = always.union(*(outside for outside, _ in inner))
+    return always, all_
+
+
+def test_greedy_rows_ask_for_no_filter(rng, monkeypatch):
+    """A row at temperature 0 costs the others no pass, whatever its filters say."""
+    given = []
+    monkeypatch.setattr(sys.modules[sample.__module__], "truncate", lambda logits, params: given.append(params) or logits)
+    options = [SamplingOptions(top_k=3, top_p=0.5, min_p=0.1), SamplingOptions(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1)]
+    with jax.disable_jit():
+        sample(rng.normal(size=(2, 7)).astype(np.float32), stack(options), np.zeros(2, np.int32), *nothing((2, 7)))
+    (params,) = given
+    assert [np.asarray(each).tolist() for each in (params.top_k, params.top_p)] == [[0, 3], [1.0, 0.5]]
+    assert np.asarray(params.min_p).tolist() == [0.0, np.float32(0.1)]
 
 
 def test_top_k_1_is_greedy(rng):
