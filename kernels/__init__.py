@@ -12,6 +12,7 @@ from kernels.packing import Packing
 from kernels.quant_array import JoinedArray, QuantArray, is_packed, take_rows, widen, widen_float8
 from kernels.row_major import row_major
 from kernels.tiled_array import TiledArray, can_tile, tile
+from kernels.transposed_array import TransposedArray, can_transpose, transpose
 
 __all__ = [
     "Blocks",
@@ -22,6 +23,7 @@ __all__ = [
     "QuantArray",
     "Scoring",
     "TiledArray",
+    "TransposedArray",
     "append",
     "append_pages",
     "append_ring",
@@ -30,6 +32,7 @@ __all__ = [
     "blockwise_attention",
     "blockwise_index_scores",
     "can_tile",
+    "can_transpose",
     "experts",
     "gated_matmul",
     "head_matmul",
@@ -42,6 +45,7 @@ __all__ = [
     "take_rows",
     "tile",
     "top_slots",
+    "transpose",
     "widen",
     "widen_float8",
 ]

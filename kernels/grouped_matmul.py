@@ -1,6 +1,6 @@
 """`grouped_matmul(x, w, sizes)`: rows times their own expert's matrix, which is read packed; with one expert, a plain product.
 
-Rows that are sorted by expert are taken in tiles. A visit is one tile with one expert; where two experts meet in a tile, it is visited twice:
+Rows that are sorted by expert are taken in tiles. A visit is one tile with one expert; a tile where two experts meet is visited twice:
 
     sizes [3, 0, 5], tiles of 4 rows        visit    0  1  2
     rows    0 0 0 2 | 2 2 2 2               tile     0  0  1
@@ -8,8 +8,8 @@ Rows that are sorted by expert are taken in tiles. A visit is one tile with one 
                                             from     0  3  0
                                             to       3  4  4
 
-An expert without rows has no visit: nothing is read of it. There are as many visits as there could be; those past the last repeat it, from 0
-to 0, and cost a step.
+An expert without rows has no visit: nothing is read of it. There are as many visits as there could be; those past the last repeat it,
+from 0 to 0, and cost a step.
 """
 
 import functools
@@ -76,8 +76,8 @@ def visits(sizes: jax.Array, count: int, rows: int) -> jax.Array:
 
 
 def _mosaic_rows(count: int, experts: int, dtype: jnp.dtype) -> int:
-    """Rows of a tile. All of a decode step's, so that a weight is read once; of a prefill as many as an expert has, or for one matrix so many
-    that widening it takes a small part of the time."""
+    """Rows of a tile. All of a decode step's, so that a weight is read once; of a prefill as many as an expert has, or for one matrix so
+    many that widening it takes a small part of the time."""
     most = (512 if dtype == jnp.bfloat16 else 256) if experts == 1 else 256 if count >= 256 * experts else 128
     return min(most, -(-count // 16) * 16)
 

@@ -1,8 +1,8 @@
 """`grouped_matmul` on a TPU: packed blocks are fetched into the vector memory, widened there, and multiplied by the matrix unit.
 
 What must move is the packed weights of the experts that have rows, once, as long as a tile holds all rows; and the activations once per
-column of blocks. A block of 1024 x 1024 is 1 MiB of bytes at most, and its fetch takes longer than a step's own cost; two of it, two tiles of
-512 activations (1 MiB each in bf16), the sums and two blocks of results (2 MiB each) fit in the 16 MiB that a kernel may have.
+column of blocks. A block of 1024 x 1024 is 1 MiB of bytes at most, and its fetch takes longer than a step's own cost; two of it, two tiles
+of 512 activations (1 MiB each in bf16), the sums and two blocks of results (2 MiB each) fit in the 16 MiB that a kernel may have.
 """
 
 import functools
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kernels.pallas_widen import grouped_arrays, scales_sums, widen_numbers, widen_weights
 from kernels.quant_array import PLANES, WHOLE
-from kernels.transposed_array import CHUNK, TransposedArray
+from kernels.transposed_array import CHUNK, GROUPED, TransposedArray
 
 MOST_OUTS, STRIP = 1024, 256  # outputs of a block, and of what is widened at once
 MOST_HELD = 2**21  # bytes of a tile's activations that stay for all blocks of inputs
@@ -35,14 +35,13 @@ def mosaic_matmul(x: jax.Array, w: TransposedArray, visits: jax.Array, rows: int
     (count, _), blocks, span, outs = x.shape, w.blocks, w.span, w.planes[0].shape[-1]
     width = outs if outs < STRIP else min(MOST_OUTS, -(-outs // STRIP) * STRIP)
     grouped = grouped_arrays(w)
-    held = blocks if rows * blocks * span * x.dtype.itemsize <= MOST_HELD else 1
-    x = x.reshape(count, blocks, span).swapaxes(0, 1)
+    held = rows * blocks * span * x.dtype.itemsize <= MOST_HELD
 
     def at(visit, block, table):  # a visit of no rows stays where the one before it ended
         return jax.lax.select(table[2, visit] < table[3, visit], block, blocks - 1)
 
     def of_x(out, visit, block, table):
-        return 0 if held == blocks else at(visit, block, table), table[1, visit], 0
+        return table[1, visit], 0 if held else at(visit, block, table)
 
     def of_w(many):  # an array with a block for so many of the weight's
         return lambda out, visit, block, table: (table[0, visit], at(visit, block, table) // many, 0, out)
@@ -59,12 +58,17 @@ def mosaic_matmul(x: jax.Array, w: TransposedArray, visits: jax.Array, rows: int
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=steps,
-            in_specs=[pl.BlockSpec((held, rows, span), of_x), *specs],
+            in_specs=[pl.BlockSpec((rows, blocks * span if held else span), of_x), *specs],
             out_specs=pl.BlockSpec((rows, width), lambda out, visit, block, table: (table[1, visit], out)),
             scratch_shapes=[pltpu.VMEM((rows, width), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct((count, outs), jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * count * blocks * span * outs,
+            bytes_accessed=w.nbytes // len(w) * min(len(w), visits.shape[1]) + x.nbytes + 4 * count * outs,
+            transcendentals=0,
+        ),
         interpret=interpret,
         name="packed_matmul",
     )(visits, x, *w.planes, *grouped.values())
@@ -82,16 +86,18 @@ def _kernel(table, x, *refs, w, names, held):
     grouped = dict(zip(names, refs[len(w.planes) : -2], strict=True))
     visit, block = pl.program_id(1), pl.program_id(2)
     first, last = table[2, visit], table[3, visit]
-    rows, width = sums.shape
+    width = sums.shape[1]
     strip = min(width, STRIP)
 
     @pl.when(first < last)
     def _():
-        mine = x[block] if held > 1 else x[0]
+        mine = x[:, pl.ds(pl.multiple_of(block * w.span, CHUNK), w.span)] if held else x[...]
 
         def multiply(number, _):
             columns = pl.ds(pl.multiple_of(number * strip, strip), strip) if strip < width else slice(None)
-            wide = _widened(w, [plane[:, columns] for plane in planes], {name: ref[:, columns] for name, ref in grouped.items()}, mine.dtype)
+            wide = _widened(
+                w, [plane[:, columns] for plane in planes], {name: ref[:, columns] for name, ref in grouped.items()}, mine.dtype
+            )
             # Products of bf16 are exact, and the compiler refuses to be asked for more.
             precision = jax.lax.Precision.DEFAULT if mine.dtype == jnp.bfloat16 else None
             part = jax.lax.dot(mine, wide, precision=precision, preferred_element_type=jnp.float32)
@@ -114,7 +120,7 @@ def _scales(w, grouped):
 
 def _widened(w: TransposedArray, planes: list[jax.Array], grouped: dict[str, jax.Array], dtype: jnp.dtype) -> jax.Array:
     """[span, n] of a block's planes [span * bits / 8, n] and numbers [groups of it, n]."""
-    kinds = dict(zip(("scales", "zeros", "offsets", "super_scales", "super_offsets"), w.floats, strict=True))
+    kinds = dict(zip(GROUPED, w.floats, strict=True))
     numbers = {name: widen_numbers(array, kinds[name]) for name, array in grouped.items()}
     planes = [plane.astype(jnp.int32) for plane in planes]
     wide = []

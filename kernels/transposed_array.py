@@ -109,7 +109,8 @@ class TransposedArray(Packed):
 
 
 def can_transpose(w: QuantArray) -> bool:
-    """Whether the kernels read its codes and groups: products round no activations, whose kernel is XLA's own; the weight is on one device."""
+    """Whether the kernels read its codes and groups. Products of integers (`activations`) are XLA's own, which reads them packed, and so
+    are those with weights on several devices, which a kernel would need whole."""
     return w.activations is None and not w.spread and w.planes[0].size > 0 and _span(w) is not None
 
 

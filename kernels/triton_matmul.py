@@ -1,8 +1,8 @@
 """`grouped_matmul` on a GPU, in Triton: a program takes a tile of rows, some outputs and a share of the inputs, and widens in registers.
 
-What must move is the packed weights of the experts that have rows, once for every tile; with few rows there is one. A matrix of 4096 outputs
-is 64 programs wide, which is half the multiprocessors of an H100: the inputs are shared out until there are enough, and the shares' sums
-added by XLA.
+What must move is the packed weights of the experts that have rows, once for every tile; with few rows there is one. A matrix of 4096
+outputs is 64 programs wide, which is half the multiprocessors of an H100: the inputs are shared out until there are enough, and the
+shares' sums added by XLA.
 """
 
 import functools
@@ -16,7 +16,7 @@ from kernels.quant_array import PLANES, WHOLE
 from kernels.transposed_array import CHUNK, GROUPED, TransposedArray
 
 OUTS, PROGRAMS = 64, 512  # outputs of a program; programs that fill a GPU several times over
-WHOLE_ROWS = 32  # of codes of a byte that are widened at once
+WHOLE_ROWS = 64  # of codes of a byte that are widened at once
 
 
 def triton_matmul(x: jax.Array, w: TransposedArray, visits: jax.Array, rows: int, interpret: bool) -> jax.Array:
@@ -57,61 +57,42 @@ def _kernel(table, x, *refs, w, names, rows):
     own = (row >= first) & (row < last)
     of_x = tile * rows + row
     per_block = w.span // CHUNK
-    chunks = w.blocks * per_block // pl.num_programs(2)
-    piece = _piece(w.code)
+    piece = _piece(w)
+    pieces = CHUNK // piece
+    steps = w.blocks * per_block * pieces // pl.num_programs(2)
 
     def load(ref, block, each):  # [piece, OUTS]
         return plgpu.load(ref.at[expert, block, each[:, None], columns[None, :]], mask=there[None, :], other=0)
 
-    def spread(block, start):
-        def numbers(name):
-            """f32 [piece, OUTS] of the inputs from `start`, each with its group's number."""
-            shared, ref = w.inputs_of(name), grouped[name]
-            inputs = block * w.span + start + jnp.arange(piece)
-            per = max(1, w.span // shared)  # groups of a block
-            group = inputs // shared
-            at = group // per if shared > w.span else block * (ref.shape[1] > 1)
-            values = plgpu.load(
-                ref.at[expert, jnp.broadcast_to(at, (piece,))[:, None], (group % per)[:, None], columns[None, :]],
-                mask=there[None, :],
-                other=0,
-            )
-            return widen_numbers(values, dict(zip(GROUPED, w.floats, strict=True))[name])
+    def number(name, block, start):
+        """f32 [1, OUTS], of the group that the piece from `start` of a block lies in."""
+        shared, ref = w.inputs_of(name), grouped[name]
+        at, group = (block, start // shared) if shared <= w.span else (block * w.span // shared, 0)
+        values = plgpu.load(ref.at[expert, at, group, columns], mask=there, other=0)
+        return widen_numbers(values, dict(zip(GROUPED, w.floats, strict=True))[name])[None]
 
-        return numbers
-
-    def multiply(number, sums):
-        chunk = share * chunks + number
+    def multiply(step, sums):
+        step = share * steps + step
+        chunk, start = step // pieces, step % pieces * piece
         block, inside = chunk // per_block, chunk % per_block
-        for start in range(0, CHUNK, piece):
-            codes = _codes(functools.partial(load, block=block), planes, w.code, inside, start, piece)
-            wide = widen_weights(codes, w, spread(block, inside * CHUNK + start))
-            inputs = chunk * CHUNK + start + jnp.arange(piece)
-            mine = plgpu.load(x.at[of_x[:, None], inputs[None, :]], mask=own[:, None], other=0)
-            sums += jax.lax.dot(mine, wide.astype(mine.dtype), preferred_element_type=jnp.float32)
-        return sums
+        codes = _codes(functools.partial(load, block=block), planes, w.code, inside, start, piece)
+        wide = widen_weights(codes, w, functools.partial(number, block=block, start=inside * CHUNK + start))
+        mine = plgpu.load(x.at[of_x[:, None], (chunk * CHUNK + start + jnp.arange(piece))[None, :]], mask=own[:, None], other=0)
+        return sums + jax.lax.dot(mine, wide.astype(mine.dtype), preferred_element_type=jnp.float32)
 
     @pl.when(first < last)
     def _():
-        sums = jax.lax.fori_loop(0, chunks, multiply, jnp.zeros((rows, OUTS), jnp.float32))
+        sums = jax.lax.fori_loop(0, steps, multiply, jnp.zeros((rows, OUTS), jnp.float32))
         if scales_sums(w):
-            sums = sums * _scales(plgpu, w, grouped, expert, columns, there)
+            scales = number("scales", 0, 0)
+            sums *= scales if w.super_scales is None else scales * number("super_scales", 0, 0)
         plgpu.store(out.at[share, of_x[:, None], columns[None, :]], sums, mask=own[:, None] & there[None, :])
 
 
-def _scales(plgpu, w, grouped, expert, columns, there):
-    """f32 [1, OUTS], of the only group."""
-
-    def only(name):
-        values = plgpu.load(grouped[name].at[expert, 0, 0, columns], mask=there, other=0)
-        return widen_numbers(values, dict(zip(GROUPED, w.floats, strict=True))[name])[None]
-
-    return only("scales") if w.super_scales is None else only("scales") * only("super_scales")
-
-
-def _piece(code: str) -> int:
-    """Inputs whose codes are neighbours in every plane."""
-    return WHOLE_ROWS if code in WHOLE else CHUNK * min(PLANES[code]) // 8
+def _piece(w):
+    """Inputs whose codes are neighbours in every plane, and which share a group."""
+    codes = WHOLE_ROWS if w.code in WHOLE else CHUNK * min(PLANES[w.code]) // 8
+    return min(codes, *(w.inputs_of(name) for name in grouped_arrays(w)))
 
 
 def _codes(load, planes, code, chunk, start, piece):
