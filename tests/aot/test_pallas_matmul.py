@@ -17,7 +17,7 @@ from kernels import TransposedArray, experts, transpose
 from kernels.grouped_matmul import grouped_matmul
 from quantization import SCHEMES
 from tests.aot.meshes import compiled_on
-from tests.aot.test_packed import BYTES, CONFIG, LAYERS, MATRICES, unpacked, written
+from tests.aot.test_packed import BYTES, CONFIG, MATRICES, packed_bytes, unpacked, written
 from tests.kernels.packed import I8, SUPER, U8, Kind, random_weights
 
 pytestmark = pytest.mark.slow
@@ -142,7 +142,8 @@ def test_a_decode_loop_holds_packed_weights_only(mesh, scheme):
     assert is_kernel(text)
     assert unpacked(text, "int8") == []  # nothing with as many numbers as a matrix in more bytes
     temporaries = program.memory.temp_size_in_bytes
-    matrices = LAYERS * sum(rows * inputs // (2 if scheme == "int4" else 1) for rows, inputs in MATRICES.values())
-    xla = compiled_on(mesh, "decode", CONFIG, scheme=SCHEMES[scheme]).memory.temp_size_in_bytes
-    print(f"\n{mesh.devices.flat[0].device_kind}, {scheme}: temporaries {temporaries / 2**20:.1f} MiB, XLA's {xla / 2**20:.1f}")
-    assert temporaries < matrices / 4
+    print(f"\n{mesh.devices.flat[0].device_kind}, {scheme}: temporaries {temporaries / 2**20:.1f} MiB")
+    if mesh.devices.flat[0].platform == "tpu":
+        assert temporaries < packed_bytes("int4", *MATRICES["w_gate_up"])  # a layer's largest matrix at 4 bits
+    else:  # where attention takes its own: no more than what sums of shares are
+        assert temporaries < compiled_on(mesh, "decode", CONFIG).memory.temp_size_in_bytes + 2**25

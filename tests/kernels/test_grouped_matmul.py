@@ -94,7 +94,7 @@ def test_a_scale_of_all_inputs_leaves_codes_unrounded_for_bf16(kernel):
     assert (np.abs(products(kernel, x, one(random_weights(kind)), [5]) - wide @ w.T) <= 166 * 2.0**-24 * (np.abs(wide) @ terms.T)).all()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.data())
 def test_outputs_and_inputs_that_fill_no_block(data):
     kernel = data.draw(st.sampled_from([*KERNELS]))
@@ -138,19 +138,17 @@ def test_a_visit_is_a_tile_and_an_expert_that_meet_there():
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    sizes=st.lists(st.sampled_from([0, 0, 1, 2, 5, 16, 40]), min_size=1, max_size=6),
-    rows=st.sampled_from([1, 4, 16]),
-    past=st.integers(0, 20),
-)
-def test_every_row_is_visited_once_with_its_own_expert(sizes, rows, past):
-    count = max(rows, -(-(sum(sizes) + past) // rows) * rows)
-    seen = np.full(count, -1)
-    for expert, tile, first, last in np.asarray(visits(jnp.asarray(sizes, jnp.int32), count, rows)).T:
-        assert 0 <= expert < len(sizes) and 0 <= tile < count // rows
+@given(sizes=st.lists(st.sampled_from([0, 0, 1, 2, 5, 16, 40]), min_size=4, max_size=4), rows=st.sampled_from([1, 4, 16]))
+def test_every_row_is_visited_once_with_its_own_expert(sizes, rows):
+    seen = np.full(160, -1)
+    for expert, tile, first, last in np.asarray(_visits(jnp.asarray(sizes, jnp.int32), 160, rows)).T:
+        assert 0 <= expert < 4 and 0 <= tile < 160 // rows
         assert (seen[tile * rows + first : tile * rows + last] == -1).all()
         seen[tile * rows + first : tile * rows + last] = expert
-    np.testing.assert_array_equal(seen, [*np.repeat(np.arange(len(sizes)), sizes), *[-1] * (count - sum(sizes))])
+    np.testing.assert_array_equal(seen, [*np.repeat(np.arange(4), sizes), *[-1] * (160 - sum(sizes))])
+
+
+_visits = jax.jit(visits, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -11,7 +11,9 @@ from tests.kernels.packed import KINDS, Kind, random_weights
 from tests.kernels.test_tiled_array import same
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "kind", [kind if KINDS.index(kind) in (3, 7) else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS], ids=str
+)
 def test_what_is_transposed_comes_back_to_the_bit(kind):
     rng = np.random.default_rng(1)
     order, scales = jnp.asarray(rng.permutation(kind.inputs), jnp.int32), jnp.asarray(rng.normal(size=kind.inputs), jnp.float16)
