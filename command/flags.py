@@ -99,8 +99,8 @@ KERNELS = flags.DEFINE_enum(
     "kernels",
     "auto",
     ["auto", "xla", "native", "pallas"],
-    "What computes: XLA's own code, C++ for CPUs (products with packed weights, attention), or Pallas for attention on TPUs and GPUs; auto "
-    "is native where that runs, else xla.",
+    "What computes products with packed weights, and attention: XLA's own code, C++ for CPUs, or Pallas for TPUs and GPUs; auto is native "
+    "where that runs, else xla.",
 )
 ACTIVATIONS = flags.DEFINE_enum(
     "activations",

@@ -16,6 +16,7 @@ from kernels.pallas_attention import Held, pallas_attention, pallas_fits
 from kernels.quant_array import JoinedArray, QuantArray, is_packed, take_rows, widen, widen_float8
 from kernels.row_major import row_major
 from kernels.tiled_array import TiledArray, can_tile, tile
+from kernels.transposed_array import TransposedArray, can_transpose, transpose
 
 __all__ = [
     "Blocks",
@@ -27,6 +28,7 @@ __all__ = [
     "QuantArray",
     "Scoring",
     "TiledArray",
+    "TransposedArray",
     "append",
     "append_pages",
     "append_ring",
@@ -36,6 +38,7 @@ __all__ = [
     "blockwise_attention",
     "blockwise_index_scores",
     "can_tile",
+    "can_transpose",
     "experts",
     "gated_matmul",
     "gumbel",
@@ -53,6 +56,7 @@ __all__ = [
     "top_k_floor",
     "top_p_floor",
     "top_slots",
+    "transpose",
     "widen",
     "widen_float8",
 ]

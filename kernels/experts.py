@@ -7,17 +7,21 @@ The T*k choices are sorted by expert, so that each expert's rows stand together:
     1:  0 -1                    expert   2  0  0 -1  2 -1        expert  0  0  2  2  .  .
     2:  2 -1                                                     starts of the experts 0, 1, 2 and the end:  0  2  2  4
 
-An accelerator takes two grouped products over the sorted rows; the CPU loops over the experts that were chosen at all.
+An accelerator takes two grouped products over the sorted rows; the CPU loops over the experts that were chosen at all. Packed weights are
+widened whole for a grouped product, unless they are transposed for the Pallas kernels, which read those of the chosen experts, packed.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from kernels.grouped_matmul import grouped_matmul
 from kernels.operands import cpu_operands
 from kernels.quant_array import JoinedArray, QuantArray, Weight, is_packed, widen
+from kernels.transposed_array import TransposedArray
 
 _BLOCK = 2**20  # weights of one matrix: what the CPU copies at once, 4 MiB in f32
 _MIN_UNITS = 128
@@ -49,9 +53,13 @@ def experts(
     Returns:
       [T, D] in x's dtype.
     """
+    if any(isinstance(part, TransposedArray) and part.interpret for w in (w_in, w_out) for part in _parts(w)):
+        return grouped_experts(x, indices, weights, w_in, w_out, activation, b_in, b_out)
     return jax.lax.platform_dependent(
         *(x, indices, weights, w_in, w_out, b_in, b_out),
-        cpu=lambda *arrays: tiled_experts(*arrays[:5], activation, *arrays[5:]),
+        cpu=lambda x, indices, weights, w_in, w_out, *biases: tiled_experts(
+            x, indices, weights, _untransposed(w_in), _untransposed(w_out), activation, *biases
+        ),
         default=lambda *arrays: grouped_experts(*arrays[:5], activation, *arrays[5:]),
     )
 
@@ -84,6 +92,9 @@ def grouped_experts(x, indices, weights, w_in, w_out, activation, b_in=None, b_o
 
 def _grouped_dot(x, w, sizes):
     """x [M, I] times w [E, O..., I], the first sizes[0] rows with w[0] and so on: f32 [M, O...]. Rows past the last group hold anything."""
+    if any(isinstance(part, TransposedArray) for part in _parts(w)):
+        outs = [grouped_matmul(x, part, sizes) if isinstance(part, TransposedArray) else _grouped_dot(x, part, sizes) for part in _parts(w)]
+        return outs[0] if len(outs) == 1 else jnp.concatenate(outs, w.axis)
     w3 = widen(w, x.dtype).reshape(len(w), -1, w.shape[-1])
     return jax.lax.platform_dependent(x, w3, sizes, tpu=_grouped_dot_tpu, default=_grouped_dot_xla).reshape(len(x), *w.shape[1:-1])
 
@@ -151,6 +162,16 @@ def tiled_experts(x, indices, weights, w_in, w_out, activation, b_in=None, b_out
     out = jnp.zeros((T * k, D), jnp.float32) if b_out is None else b_out[expert].astype(jnp.float32)
     out = jax.lax.fori_loop(0, jnp.sum(counts > 0) * blocks, step, jnp.pad(out, ((0, slack), (0, 0))))
     return _combine(out, order, indices, weights, E).astype(x.dtype)
+
+
+def _parts(w):
+    return w.parts if isinstance(w, JoinedArray) else (w,)
+
+
+def _untransposed(w):
+    if isinstance(w, JoinedArray):
+        return dataclasses.replace(w, parts=tuple(map(_untransposed, w.parts)))
+    return w.untransposed() if isinstance(w, TransposedArray) else w
 
 
 def _slice(w, start, shape):

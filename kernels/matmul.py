@@ -17,6 +17,7 @@ from kernels.operands import cpu_operands
 from kernels.quant_array import JoinedArray, QuantArray, Weight
 from kernels.quant_matmul import quant_matmul
 from kernels.tiled_array import TiledArray
+from kernels.transposed_array import TransposedArray
 
 
 def matmul(x: jax.Array | Normed, w: Weight | Observed, axes: int = 1, residual: jax.Array | None = None) -> jax.Array:
@@ -63,7 +64,7 @@ def _matmul(x: jax.Array, w: Weight | Observed, axes: int) -> jax.Array:
         w = w.weight
     if isinstance(w, JoinedArray):
         return jnp.concatenate([matmul(x, part, axes) for part in w.parts], x.ndim - axes + w.axis)
-    if isinstance(w, QuantArray):
+    if isinstance(w, QuantArray | TransposedArray):
         return quant_matmul(x.reshape(*x.shape[: x.ndim - axes], -1), w)
     return jax.lax.platform_dependent(x, w, cpu=lambda x, w: _cpu(x, w, axes), default=lambda x, w: _xla(x, w, axes))
 

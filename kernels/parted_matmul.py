@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.quant_array import PLANES, RUN, WHOLE, QuantArray, scaled, widen_codes
+from kernels.quant_array import PLANES, RUN, WHOLE, QuantArray, float4_values, scaled, widen_codes
 
 
 class Parts(NamedTuple):
@@ -112,16 +112,9 @@ def _codes(w: QuantArray, sizes: tuple[int, ...]) -> jax.Array:
         codes = (plane.reshape(*w.shape[:-1], *sizes[:runs], *ones, *sizes[bytes_:]) >> shifts) & np.uint8(2**bits - 1)
         whole = codes if whole is None else whole | (codes << np.uint8(below))
         below += bits
-    return _float4(whole) if w.code == "float4" else whole.astype(jnp.float32)
+    return float4_values(whole) if w.code == "float4" else whole.astype(jnp.float32)
 
 
 def _last(sizes: tuple[int, ...], product: int) -> int:
     """Where the last sizes begin that make up `product`."""
     return max(at for at in range(len(sizes)) if math.prod(sizes[at:]) == product)
-
-
-def _float4(codes: jax.Array) -> jax.Array:
-    """f32 of E2M1's bits, computed: a table look-up per weight is fused into no product."""
-    exponent, mantissa = (codes >> 1) & 3, codes & 1
-    doubled = jnp.where(exponent == 0, mantissa, (2 + mantissa) << (jnp.maximum(exponent, 1) - 1)).astype(jnp.float32)
-    return jnp.where(codes & 8 != 0, -0.5, 0.5) * doubled

@@ -232,6 +232,13 @@ def widen_float8(x: jax.Array) -> jax.Array:
     return half.astype(jnp.float32) * 256.0
 
 
+def float4_values(codes: jax.Array) -> jax.Array:
+    """f32 of E2M1's bits, computed: a table look-up per weight is fused into no product."""
+    exponent, mantissa = (codes >> 1) & 3, codes & 1
+    doubled = jnp.where(exponent == 0, mantissa, (2 + mantissa) << (jnp.maximum(exponent, 1) - 1)).astype(jnp.float32)
+    return jnp.where(codes & 8 != 0, -0.5, 0.5) * doubled
+
+
 def scaled(values: jax.Array, supers: jax.Array | None) -> jax.Array:
     """f32 [..., groups]: each group's values, times what several groups share."""
     wide = values.astype(jnp.float32)

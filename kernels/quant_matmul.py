@@ -1,7 +1,7 @@
 """`quant_matmul(x, w)`: the product with packed weights, which are read packed.
 
-Each lowering widens a part of the weight as it multiplies it: an accelerator's compiler fuses that into the product's operand; the CPU goes
-through blocks of rows, small enough to stay in its cache.
+Each lowering widens a part of the weight as it multiplies it: an accelerator's compiler fuses that into the product's operand, or a Pallas
+kernel does it for a `TransposedArray`; the CPU goes through blocks of rows, small enough to stay in its cache.
 """
 
 import math
@@ -10,16 +10,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from kernels.grouped_matmul import grouped_matmul
 from kernels.operands import cpu_operands
 from kernels.parted_matmul import parted_matmul
 from kernels.quant_array import QuantArray
+from kernels.transposed_array import TransposedArray
 
 _BLOCK = 2**20  # weights that the CPU widens at once: 4 MiB
 _LEAST_ROWS = 4  # of int8 products: with fewer, XLA's CPU dot takes a naive loop
 BARE = 127.0  # the largest code of an activation
 
 
-def quant_matmul(x: jax.Array, w: QuantArray) -> jax.Array:
+def quant_matmul(x: jax.Array, w: QuantArray | TransposedArray) -> jax.Array:
     """x times w over the last axis of both.
 
     Args:
@@ -36,7 +38,13 @@ def quant_matmul(x: jax.Array, w: QuantArray) -> jax.Array:
         x = jnp.take(x, w.order, axis=-1)
     w = w.replace(input_scales=None, order=None)
     rows = x.reshape(math.prod(lead), x.shape[-1])
-    out = _int8(rows, w) if w.activations else jax.lax.platform_dependent(rows, w, cpu=_widened_cpu, default=parted_matmul)
+    if isinstance(w, TransposedArray):
+        one = jax.tree.map(lambda array: array[None], w)
+        out = grouped_matmul(rows, one, jnp.full(1, len(rows), jnp.int32))
+    elif w.activations:
+        out = _int8(rows, w)
+    else:
+        out = jax.lax.platform_dependent(rows, w, cpu=_widened_cpu, default=parted_matmul)
     return out.reshape(*lead, *outs).astype(x.dtype)
 
 

@@ -6,7 +6,7 @@ from model.loop import LAYER_LOOPS, Loop, find_loop, loop_of
 from model.rope import FactorScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
 from model.router import RouterConfig
 from model.steps import decode_step, prefill
-from model.tiles import is_tiled, tiled, untiled
+from model.tiles import is_tiled, tiled, transposed, untiled
 from model.transformer import Transformer, abstract_params, init_params, stacked
 from model.weights import is_matrix, keeps_packed, num_inputs, packed_names, tree_names
 
@@ -42,6 +42,7 @@ __all__ = [
     "prefill",
     "stacked",
     "tiled",
+    "transposed",
     "tree_names",
     "untiled",
 ]

@@ -1,4 +1,4 @@
-"""Which kernels run a model: what JAX compiles, those in C++ for CPUs, or Pallas' for attention on TPUs and GPUs."""
+"""Which kernels run a model: what JAX compiles, those in C++ for CPUs, or Pallas' on TPUs and GPUs."""
 
 from checkpoint import How
 from kernels import cpu
@@ -26,6 +26,8 @@ def choose_kernels(kernels: str, where: str, *, split: bool = False, layer_loop:
     if kernels == "pallas":
         if where not in ("tpu", "gpu"):
             raise UserError(f"--kernels=pallas is for TPUs and GPUs, and this runs on {where}: use --kernels=auto")
+        if split or layer_loop != "unrolled":
+            return "pallas", "with --mesh or --layer_loop=scan products are XLA's, and attention alone is Pallas'"
         return "pallas", None
     if kernels == "xla" or (kernels == "auto" and (where != "cpu" or split or layer_loop != "unrolled")):
         return "xla", None

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import checkpoint
 import kv
 from checkpoint import orbax_folder
-from model import ModelConfig, Transformer, is_tiled, tiled, untiled
+from model import ModelConfig, Transformer, is_tiled, tiled, transposed, untiled
 from quantization import Scheme
 from runtime import DTYPES, KV_DTYPES, UserError, platform, resolve_dtype
 from sampling.formats import weight_formats
@@ -149,7 +149,7 @@ def load(
         device.
       layer_loop: "unrolled", or "scan", which compiles layers that repeat once: for models of many layers.
       kernels: auto (native on one CPU where they are built, else xla), xla (what JAX compiles), native (C++: products with packed weights,
-        and attention over plain caches) or pallas (attention over plain caches on TPUs and GPUs; a notice says which layers it is not for).
+        and attention over plain caches) or pallas (the same on TPUs and GPUs; notices say what it is not for).
       activations: of native products with packed weights, which round them with a scale for every 32: auto (int8 for weights as their file
         packs them, else int16), float (not rounded), int16 or int8. With int8 ones attention over a bf16 cache is in bf16.
 
@@ -179,7 +179,11 @@ def load(
             tokenizer = tokenizer_from_folder(loaded.path)
         case _:
             tokenizer = tokenizer_from_saved(loaded.path)
-    params = tiled(loaded.params, loaded.config, bits) if kernels == "native" else loaded.params
+    params = loaded.params
+    if kernels == "native":
+        params = tiled(params, loaded.config, bits)
+    elif kernels == "pallas" and placement is None and layer_loop == "unrolled":
+        params = transposed(params, loaded.config, free=True)
     if bits == 8 and kv_format.dtype == jnp.bfloat16 and is_tiled(params):
         kv_format = dataclasses.replace(kv_format, round_queries=True)
     jax.block_until_ready(params)

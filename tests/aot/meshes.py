@@ -27,6 +27,7 @@ from model import (
     fit,
     prefill,
     stacked,
+    transposed,
     tree_names,
 )
 from quantization import Scheme
@@ -101,6 +102,7 @@ def compiled_on(
     kv_dtype: Any = jnp.bfloat16,
     scheme: Scheme | None = None,
     capacity: int = CAPACITY,
+    pallas: bool = False,
     **format: Any,
 ) -> OnMesh:
     """ "decode" (STEPS steps of BATCH rows) or "prefill" (CHUNK tokens of a row), in bf16, over a cache of `capacity` slots.
@@ -110,6 +112,7 @@ def compiled_on(
       auto: let the compiler choose how weights lie in memory.
       scheme: pack the layers' matrices so.
       format: fields of `kv.Format`.
+      pallas: transpose packed matrices for the Pallas kernels; on one device, unrolled.
     """
     import time
 
@@ -131,7 +134,10 @@ def compiled_on(
     else:
         plain = abstract_params(config, jnp.dtype(jnp.bfloat16))
         kept = jax.eval_shape(lambda: stacked(config, spread(pack_abstract(plain, scheme), mesh.size > 1), layer_loop))
-        params = jax.tree.map(placed, tree_names(kept, boxes), kept, is_leaf=is_names)
+        if pallas:
+            params = whole(jax.eval_shape(lambda kept: transposed(kept, config), kept))
+        else:
+            params = jax.tree.map(placed, tree_names(kept, boxes), kept, is_leaf=is_names)
     shapes = jax.eval_shape(lambda: kv.init(config, BATCH, capacity, cache_format, None, placement))
     cache = jax.tree.map(placed, shapes.logical_axes(), shapes, is_leaf=is_names)
     if program == "decode":

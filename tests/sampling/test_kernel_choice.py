@@ -42,7 +42,10 @@ def test_native_kernels_where_they_do_not_run_are_refused(where, more, line):
 
 def test_pallas_is_taken_where_it_is_asked_for_only_and_refused_on_a_cpu():
     more = {"split": True, "layer_loop": "scan"}
-    assert choose_kernels("pallas", "tpu") == choose_kernels("pallas", "gpu", **more) == ("pallas", None)
+    assert choose_kernels("pallas", "tpu") == choose_kernels("pallas", "gpu") == ("pallas", None)
+    for each in ({"split": True}, {"layer_loop": "scan"}):
+        kernels, notice = choose_kernels("pallas", "tpu", **each)
+        assert kernels == "pallas" and "products are XLA's" in notice
     assert choose_kernels("auto", "tpu") == choose_kernels("auto", "gpu", **more) == ("xla", None)
     with pytest.raises(UserError, match="--kernels=pallas is for TPUs and GPUs, and this runs on cpu: use --kernels=auto"):
         choose_kernels("pallas", "cpu")
