@@ -15,6 +15,7 @@ _MODULES = {
     "KV_DTYPES": "runtime.devices",
     "cpu_multiplies_bf16": "runtime.devices",
     "enable_compilation_cache": "runtime.devices",
+    "use_huge_pages": "runtime.huge_pages",
     "platform": "runtime.devices",
     "resolve_dtype": "runtime.devices",
     "runs_on_cpu": "runtime.virtual",

@@ -16,7 +16,7 @@ import kv
 from checkpoint import orbax_folder
 from model import ModelConfig, Transformer, is_tiled, tiled, transposed, untiled
 from quantization import Scheme
-from runtime import DTYPES, KV_DTYPES, UserError, platform, resolve_dtype
+from runtime import DTYPES, KV_DTYPES, UserError, platform, resolve_dtype, use_huge_pages
 from sampling.formats import weight_formats
 from sampling.kernel_choice import activation_bits, choose_kernels
 from sharding import Placement
@@ -187,6 +187,8 @@ def load(
     if bits == 8 and kv_format.dtype == jnp.bfloat16 and is_tiled(params):
         kv_format = dataclasses.replace(kv_format, round_queries=True)
     jax.block_until_ready(params)
+    if kernels == "native":
+        use_huge_pages(params)
     return LanguageModel(
         name=str(name),
         model=Transformer(loaded.config, jnp.dtype(dtype), layer_loop),
