@@ -1,5 +1,6 @@
 // Vectors of 16 numbers, for AVX-512 with VNNI.
 #pragma once
+#include <cpuid.h>
 #include <immintrin.h>
 
 #include <cstdint>
@@ -117,8 +118,11 @@ inline Ints dot(Ints sum, Bytes w, Four x) { return {_mm512_dpbusd_epi32(sum.v, 
 struct Pairs {  // 16 x 2 bf16
   __m512i v;
 };
-inline bool HasPairs() {
-  static const bool has = __builtin_cpu_supports("avx512bf16");
+inline bool HasPairs() {  // AVX512-BF16; by number, since not every compiler knows its name
+  static const bool has = [] {
+    unsigned a = 0, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 5 & 1) != 0;
+  }();
   return has;
 }
 inline void store_high(uint16_t* p, Floats a) {  // of numbers that `to_bfloats` gave
