@@ -8,7 +8,8 @@ The T*k choices are sorted by expert, so that each expert's rows stand together:
     2:  2 -1                                                     starts of the experts 0, 1, 2 and the end:  0  2  2  4
 
 An accelerator takes two grouped products over the sorted rows; the CPU loops over the experts that were chosen at all. Packed weights are
-widened whole for a grouped product, unless they are transposed for the Pallas kernels, which read those of the chosen experts, packed.
+widened whole for a grouped product, unless they are transposed for the Pallas kernels or tiled for the native ones, which read those of the
+chosen experts, packed.
 """
 
 import dataclasses
@@ -19,8 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from kernels.grouped_matmul import grouped_matmul
+from kernels.native_matmul import can_gate, native_grouped_matmul
 from kernels.operands import cpu_operands
 from kernels.quant_array import JoinedArray, QuantArray, Weight, is_packed, widen
+from kernels.tiled_array import TiledArray
 from kernels.transposed_array import TransposedArray
 
 _BLOCK = 2**20  # weights of one matrix: what the CPU copies at once, 4 MiB in f32
@@ -36,6 +39,7 @@ def experts(
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     b_in: jax.Array | None = None,
     b_out: jax.Array | None = None,
+    gate: str | None = None,
 ) -> jax.Array:
     """The weighted sum of each token's chosen experts: sum over j of weights[j] * (w_out @ activation(w_in @ x + b_in) + b_out).
 
@@ -49,12 +53,15 @@ def experts(
         dtype than x, and are rounded to x's.
       activation: gate f32 [..., F], up f32 [..., F] -> [..., F], element by element (it may be given a part of F); static.
       b_in: [E, 2, F]; b_out: [E, D]; added in f32.
+      gate: the name of what `activation` does, for the kernels that do it themselves.
 
     Returns:
       [T, D] in x's dtype.
     """
     if any(isinstance(part, TransposedArray) and part.interpret for w in (w_in, w_out) for part in _parts(w)):
         return grouped_experts(x, indices, weights, w_in, w_out, activation, b_in, b_out)
+    if _is_tiled(w_in) and _is_tiled(w_out):
+        return grouped_experts(x, indices, weights, w_in, w_out, activation, b_in, b_out, gate)
     return jax.lax.platform_dependent(
         *(x, indices, weights, w_in, w_out, b_in, b_out),
         cpu=lambda x, indices, weights, w_in, w_out, *biases: tiled_experts(
@@ -77,24 +84,30 @@ def experts_reference(x, indices, weights, w_in, w_out, activation, b_in=None, b
     return jnp.einsum("te,ted->td", shares, out).astype(x.dtype)
 
 
-def grouped_experts(x, indices, weights, w_in, w_out, activation, b_in=None, b_out=None):
+def grouped_experts(x, indices, weights, w_in, w_out, activation, b_in=None, b_out=None, gate=None):
     """`experts` as two grouped products (as in MegaBlocks, Gale et al. 2022, arXiv 2211.15841): a row meets its own expert only."""
     E, k = len(w_in), indices.shape[1]
     expert, order, starts = _by_expert(indices, E)
     sizes = jnp.diff(starts)
-    gate_up = _grouped_dot(x[order // k], w_in, sizes)  # [T*k, 2, F]
-    gate_up = gate_up if b_in is None else gate_up + b_in[expert]
-    hidden = activation(gate_up[:, 0], gate_up[:, 1]).astype(x.dtype)  # [T*k, F]
-    out = _grouped_dot(hidden, w_out, sizes)  # [T*k, D]
+    if isinstance(w_in, TiledArray) and b_in is None and can_gate(w_in, gate):
+        hidden = native_grouped_matmul(x[order // k], w_in, sizes, gate)
+    else:
+        gate_up = _grouped_dot(x[order // k], w_in, sizes)  # [T*k, 2, F]
+        gate_up = gate_up if b_in is None else gate_up + b_in[expert]
+        hidden = activation(gate_up[:, 0], gate_up[:, 1])
+    out = _grouped_dot(hidden.astype(x.dtype), w_out, sizes)  # [T*k, F] -> [T*k, D]
     out = out if b_out is None else out + b_out[expert]
     return _combine(out, order, indices, weights, E).astype(x.dtype)
 
 
 def _grouped_dot(x, w, sizes):
     """x [M, I] times w [E, O..., I], the first sizes[0] rows with w[0] and so on: f32 [M, O...]. Rows past the last group hold anything."""
-    if any(isinstance(part, TransposedArray) for part in _parts(w)):
-        outs = [grouped_matmul(x, part, sizes) if isinstance(part, TransposedArray) else _grouped_dot(x, part, sizes) for part in _parts(w)]
-        return outs[0] if len(outs) == 1 else jnp.concatenate(outs, w.axis)
+    if isinstance(w, TiledArray):
+        return native_grouped_matmul(x, w, sizes)
+    if isinstance(w, TransposedArray):
+        return grouped_matmul(x, w, sizes)
+    if isinstance(w, JoinedArray) and any(isinstance(part, TiledArray | TransposedArray) for part in w.parts):
+        return jnp.concatenate([_grouped_dot(x, part, sizes) for part in w.parts], w.axis)
     w3 = widen(w, x.dtype).reshape(len(w), -1, w.shape[-1])
     return jax.lax.platform_dependent(x, w3, sizes, tpu=_grouped_dot_tpu, default=_grouped_dot_xla).reshape(len(x), *w.shape[1:-1])
 
@@ -168,6 +181,10 @@ def _parts(w):
     return w.parts if isinstance(w, JoinedArray) else (w,)
 
 
+def _is_tiled(w):
+    return all(isinstance(part, TiledArray) for part in _parts(w))
+
+
 def _untransposed(w):
     if isinstance(w, JoinedArray):
         return dataclasses.replace(w, parts=tuple(map(_untransposed, w.parts)))
@@ -180,12 +197,14 @@ def _slice(w, start, shape):
     w, start = jax.lax.optimization_barrier((w, start))
     if isinstance(w, JoinedArray):
         return JoinedArray(tuple(_expert(part, start[0]) for part in w.parts), w.axis).widen()
-    return _expert(w, start[0]).widen() if isinstance(w, QuantArray) else jax.lax.dynamic_slice(w, start, shape)
+    return _expert(w, start[0]).widen() if is_packed(w) else jax.lax.dynamic_slice(w, start, shape)
 
 
 def _expert(w, e):
     """w [E, ...] -> [1, ...]."""
     one = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=e, slice_size=1)
+    if isinstance(w, TiledArray):
+        return jax.tree.map(one, w.replace(order=None, input_scales=None)).replace(order=w.order, input_scales=w.input_scales)
     return w.map_rows(one) if isinstance(w, QuantArray) else one(w)
 
 

@@ -9,6 +9,7 @@ and eight in one likewise. What belongs to groups stands by tile and group, a nu
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,11 +30,12 @@ SIGN = 0x80  # int8 codes are stored with it turned: as unsigned ones, 128 stand
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TiledArray(Packed):
-    """[O..., I], as the `QuantArray` that it was made of says.
+    """[E..., O..., I], as the `QuantArray` that it was made of says. E... are axes that a product takes one matrix of, such as experts;
+    each matrix has tiles of its own.
 
     Attributes:
-      planes: uint8 [tiles, I / 32, bytes], the last tile filled up with zeros.
-      scales, zeros, offsets: [tiles, groups, 16]; super_scales, super_offsets: [tiles, supers, 16].
+      planes: uint8 [E..., tiles, I / 32, bytes], a matrix's last tile filled up with zeros.
+      scales, zeros, offsets: [E..., tiles, groups, 16]; super_scales, super_offsets: [E..., tiles, supers, 16].
       input_scales, order: [I].
       outs: O...; static, as what follows.
       code, zero, activations: as of `QuantArray`.
@@ -56,13 +58,15 @@ class TiledArray(Packed):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.outs, self.planes[0].shape[-2] * BLOCK)
+        return (*self.planes[0].shape[:-3], *self.outs, self.planes[0].shape[-2] * BLOCK)
 
     def replace(self, **changes: Any) -> "TiledArray":
         return dataclasses.replace(self, **changes)
 
     def untiled(self) -> QuantArray:
         """The `QuantArray` that it was made of."""
+        if self.planes[0].ndim > 3:
+            return _each_matrix(TiledArray.untiled, self)
         codes = _codes_of_tiles(self.planes, self.code)  # uint8 [tiles, 16, I]
         rows = math.prod(self.outs)
         codes = codes.reshape(-1, codes.shape[-1])[:rows].reshape(self.shape)
@@ -101,13 +105,16 @@ def can_tile(w: QuantArray) -> bool:
     return w.code in CODES and width % BLOCK == 0 and (span % BLOCK == 0 or span == BLOCK // 2) and not w.spread
 
 
-def tile(w: QuantArray, rounds: int = 0) -> TiledArray:
+def tile(w: QuantArray, rounds: int = 0, lead: int = 0) -> TiledArray:
     """`w` for the native kernels, bit for bit.
 
     Args:
       w: see `can_tile`.
       rounds: as of `TiledArray`; 8 in any case where the weights say that activations are rounded.
+      lead: how many first axes count matrices.
     """
+    if lead:
+        return _each_matrix(functools.partial(tile, rounds=rounds, lead=lead - 1), w)
     outs, width = w.shape[:-1], w.shape[-1]
     rows = math.prod(outs)
     pad = -rows % ROWS
@@ -132,6 +139,11 @@ def tile(w: QuantArray, rounds: int = 0) -> TiledArray:
         activations=w.activations,
         rounds=8 if w.activations is not None else rounds,
     )
+
+
+def _each_matrix(change: Callable[[Any], Any], w: Any) -> Any:
+    """`change` of every w[e], one after another, so that codes of a byte each stand in memory for one of them only."""
+    return jax.lax.map(change, w.replace(order=None, input_scales=None)).replace(order=w.order, input_scales=w.input_scales)
 
 
 def _planes(codes: jax.Array, code: str) -> tuple[jax.Array, ...]:

@@ -103,7 +103,8 @@ def _mixed(c: MoEConfig, x: jax.Array, real: jax.Array, weights: dict[str, jax.A
     indices = jnp.where(real.reshape(-1, 1), indices - first, -1)
     activation = functools.partial(activate, c.expert)
     biases = weights.get("gate_up_bias"), weights.get("down_bias")
-    return experts(tokens, indices, shares, weights["gate_up"], weights["down"], activation, *biases).reshape(B, T, D)
+    out = experts(tokens, indices, shares, weights["gate_up"], weights["down"], activation, *biases, gate=c.expert.activation)
+    return out.reshape(B, T, D)
 
 
 def _own_experts(c: MoEConfig, placement: Placement, x: jax.Array, real: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:

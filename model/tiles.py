@@ -12,15 +12,15 @@ from sharding import axes
 
 
 def tiled(params: Any, config: ModelConfig, activation_bits: int) -> Any:
-    """An unrolled parameter tree with its packed matrices as `kernels.TiledArray`s, where the native kernels can read them; else as they
-    are, and so are experts.
+    """An unrolled parameter tree with its packed matrices, experts too, as `kernels.TiledArray`s, where the native kernels can read them;
+    else as they are.
 
     Args:
       activation_bits: to which products round activations, with a scale for each 32, where weights don't say so themselves: 8, 15, or 0.
     """
 
     def one(place: str, names: tuple[str, ...], w: QuantArray) -> Any:
-        return w if axes.EXPERTS in names or not can_tile(w) else _tile(w, rounds=activation_bits)
+        return _tile(w, rounds=activation_bits, lead=int(names[0] == axes.EXPERTS)) if can_tile(w) else w
 
     return _each(params, config, one)
 
@@ -77,7 +77,7 @@ def _is_packed_once(w: Any) -> bool:
     return isinstance(w, QuantArray | TiledArray | TransposedArray)
 
 
-_tile = jax.jit(tile, static_argnames=("rounds",))
+_tile = jax.jit(tile, static_argnames=("rounds", "lead"))
 _untile = jax.jit(TiledArray.untiled)
 _transpose = jax.jit(transpose, static_argnames=("lead", "interpret"))
 _untranspose = jax.jit(TransposedArray.untransposed)

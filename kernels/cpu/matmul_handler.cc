@@ -22,9 +22,34 @@ bool ToNumber(ffi::DataType type, Number* number) {
   }
 }
 
+// Rows that meet one matrix, and how their tiles are shared among threads.
+struct Group {
+  int64_t matrix, row, count;
+  int64_t piece;          // tiles that a thread takes at once
+  int64_t first, pieces;  // of all groups' pieces, the first of these; and how many
+};
+
+// Groups of rows that follow one another, the first sizes[0] for matrix 0 and so on; none without rows. Pieces are of about 64k weights times
+// rows, eight to a thread at least; whole pairs of tiles, which are multiplied together. Returns how many groups there are.
+int64_t Share(const int32_t* sizes, int64_t matrices, int64_t tiles, int64_t inputs, bool gate, Group* groups) {
+  const int64_t hit = std::count_if(sizes, sizes + matrices, [](int32_t size) { return size > 0; });
+  int64_t next = 0, row = 0, pieces = 0;
+  for (int64_t matrix = 0; matrix < matrices; ++matrix) {
+    const int64_t count = sizes[matrix];
+    if (count == 0) continue;
+    const int64_t work = kRows * inputs * std::max<int64_t>(1, count / 4);
+    const int64_t least = std::max<int64_t>(1, std::min({hit * tiles / 16, 65536 / work, tiles})), piece = gate ? least : (least + 1) / 2 * 2;
+    Group& group = groups[next++] = {matrix, row, count, piece, pieces, (tiles + piece - 1) / piece};
+    row += count;
+    pieces += group.pieces;
+  }
+  return next;
+}
+
 // x f32 [rows, I] times tiled weights: f32 [rows, O]. `present`: which of zeros, offsets, super_scales and super_offsets follow the scales,
-// then a norm [I] and a residual [rows, O], a bit each. `bits`: those that x is rounded to, by blocks of 32: 8 or 15, or 0: not. With a
-// `gate` (see `Gate`) the result is [rows, O / 2].
+// then a norm [I], a residual [rows, O] and sizes int32 [E], a bit each. `bits`: those that x is rounded to, by blocks of 32: 8 or 15, or 0:
+// not. With a `gate` (see `Gate`) the result is [rows, O / 2]. With sizes the weights are E matrices, one after another, the first sizes[0]
+// rows meet the first one and so on, and rows past the last one's give 0; a matrix without rows is not read.
 ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t present, int32_t bits, int32_t gate, float eps,
                   ffi::Buffer<ffi::F32> x, ffi::RemainingArgs rest, ffi::ResultBuffer<ffi::F32> out) {
   if (x.dimensions().size() != 2 || out->dimensions().size() != 2) return Wrong("matmul takes and gives two axes");
@@ -38,34 +63,49 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
   if (w.outs <= 0) return Wrong("there are no outputs");
   if (w.inputs <= 0) return Wrong("there are no inputs");
   if (w.inputs % kBlock) return Wrong("inputs must be a multiple of 32");
-  const bool two = w.code == Code::kU5 || w.code == Code::kU6;
-  static const int64_t kBytes[][3] = {{4, 256, 0}, {8, 512, 0}, {41, 256, 64}, {42, 256, 128}, {40, 256, 0}};
-  const int64_t* bytes = nullptr;
-  for (const auto& each : kBytes) bytes = each[0] == code ? each : bytes;
-  if (bytes == nullptr) return Wrong("code " + std::to_string(code) + " is not known");
+  if (PlaneBytes(w.code, 0) == 0) return Wrong("code " + std::to_string(code) + " is not known");
+  const int planes = PlaneBytes(w.code, 1) ? 2 : 1;
   size_t next = 0;
-  const auto take = [&](int64_t* size) -> ffi::AnyBuffer {
+  int64_t size = 0;
+  const auto take = [&]() -> ffi::AnyBuffer {
     auto buffer = rest.get<ffi::AnyBuffer>(next++);
-    *size = static_cast<int64_t>(buffer->element_count());
+    size = static_cast<int64_t>(buffer->element_count());
     return *buffer;
   };
-  size_t wanted = (two ? 2 : 1) + 1;
-  for (int bit = 0; bit < 6; ++bit) wanted += present >> bit & 1;
+  size_t wanted = planes + 1;
+  for (int bit = 0; bit < 7; ++bit) wanted += present >> bit & 1;
   if (rest.size() != wanted) return Wrong("matmul takes " + std::to_string(wanted) + " arrays of weights");
-  int64_t size = 0;
-  for (int plane = 0; plane < (two ? 2 : 1); ++plane) {
-    const ffi::AnyBuffer buffer = take(&size);
+  int64_t matrices = 1, held = x.dimensions()[0];  // held: rows that meet a matrix
+  if (held > INT32_MAX) return Wrong("there are too many rows");
+  const auto every = static_cast<int32_t>(held);
+  const int32_t* sizes = &every;
+  if (present & 64) {
+    next = wanted - 1;
+    const ffi::AnyBuffer buffer = take();
+    next = 0;
+    if (buffer.element_type() != ffi::DataType::S32 || size == 0) return Wrong("sizes are not int32, or none");
+    matrices = size;
+    sizes = static_cast<const int32_t*>(buffer.untyped_data());
+    int64_t sum = 0;
+    for (int64_t matrix = 0; matrix < matrices; ++matrix) {
+      sum += sizes[matrix];
+      if (sizes[matrix] < 0 || sum > held) return Wrong("sizes do not fit the rows");
+    }
+    held = sum;
+  }
+  for (int plane = 0; plane < planes; ++plane) {
+    const ffi::AnyBuffer buffer = take();
     if (buffer.element_type() != ffi::DataType::U8) return Wrong("a plane's type is not uint8");
     w.planes[plane] = static_cast<const uint8_t*>(buffer.untyped_data());
-    if (size != w.tiles() * w.blocks() * bytes[1 + plane]) return Wrong("a plane's size does not fit the shape");
+    if (size != matrices * w.tiles() * w.blocks() * PlaneBytes(w.code, plane)) return Wrong("a plane's size does not fit the shape");
   }
   const auto values = [&](Values* into, int64_t* groups) {
-    const ffi::AnyBuffer buffer = take(&size);
+    const ffi::AnyBuffer buffer = take();
     into->data = buffer.untyped_data();
     if (!ToNumber(buffer.element_type(), &into->number)) return false;
-    const int64_t found = size / (w.tiles() * kRows);
+    const int64_t rows = matrices * w.tiles() * kRows, found = size / rows;
     if (*groups == 0) *groups = found;
-    return found == *groups && size == found * w.tiles() * kRows && found > 0;
+    return found == *groups && size == found * rows && found > 0;
   };
   bool fits = values(&w.scales, &w.groups);
   if (present & 1) fits = fits && values(&w.zeros, &w.groups);
@@ -78,12 +118,12 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
   Rows rows{};
   Products products{out->typed_data(), nullptr, static_cast<Gate>(gate)};
   if (present & 16) {
-    const ffi::AnyBuffer norm = take(&size);
+    const ffi::AnyBuffer norm = take();
     if (norm.element_type() != ffi::DataType::F32 || size != w.inputs) return Wrong("the norm does not fit the inputs");
     rows.norm = static_cast<const float*>(norm.untyped_data());
   }
   if (present & 32) {
-    const ffi::AnyBuffer residual = take(&size);
+    const ffi::AnyBuffer residual = take();
     if (residual.element_type() != ffi::DataType::F32 || size != static_cast<int64_t>(out->element_count())) {
       return Wrong("the residual does not fit the result");
     }
@@ -94,7 +134,7 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
 
   rows.given = rows.x = x.typed_data();
   rows.eps = eps;
-  rows.count = x.dimensions()[0];
+  rows.count = held;
   if (bits != 0 && bits != 8 && bits != 15) return Wrong("activations are rounded to 8 bits or to 15");
   rows.bits = bits;
   rows.halves = span < kBlock;
@@ -116,10 +156,20 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
     const int64_t piece = std::max<int64_t>(1, 16384 / w.inputs);
     Team::Run(pool, rows.count, piece, [&](int64_t first, int64_t last) { kernels.prepare(rows, w.inputs, first, last); });
   }
-  // Pieces of about 64k weights times rows, eight to a thread at least; whole pairs of tiles, which are multiplied together.
-  const int64_t tiles = gate ? w.tiles() / 2 : w.tiles(), work = kRows * w.inputs * std::max<int64_t>(1, rows.count / 4);
-  const int64_t least = std::min(tiles / 16, 65536 / work), piece = gate ? std::max<int64_t>(1, least) : (std::max<int64_t>(1, least) + 1) / 2 * 2;
-  Team::Run(pool, tiles, piece, [&](int64_t first, int64_t last) { kernels.multiply(w, rows, products, first, last); });
+  const int64_t width = out->dimensions()[1], tiles = gate ? w.tiles() / 2 : w.tiles();
+  std::fill_n(products.out + held * width, (x.dimensions()[0] - held) * width, 0.0f);
+  auto* groups = static_cast<Group*>(Scratch(Use::kGroups, sizeof(Group) * matrices));
+  const int64_t count = Share(sizes, matrices, tiles, w.inputs, gate != 0, groups);
+  const int64_t pieces = count == 0 ? 0 : groups[count - 1].first + groups[count - 1].pieces;
+  Team::Run(pool, pieces, 1, [&](int64_t first, int64_t last) {
+    const Group* group = std::upper_bound(groups, groups + count, first, [](int64_t at, const Group& each) { return at < each.first; }) - 1;
+    for (; first < last; ++group) {
+      const int64_t end = std::min(last, group->first + group->pieces);
+      kernels.multiply(MatrixAt(w, group->matrix), RowsFrom(rows, w.inputs, group->row, group->count), ProductsFrom(products, width, group->row),
+                       (first - group->first) * group->piece, std::min(tiles, (end - group->first) * group->piece));
+      first = end;
+    }
+  });
   return ffi::Error::Success();
 }
 

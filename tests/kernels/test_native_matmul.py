@@ -60,10 +60,10 @@ def rounded(x: np.ndarray, bits: int) -> np.ndarray:
     return (codes.astype(np.float64) * scales).reshape(x.shape)
 
 
-def expected(x: np.ndarray, kind: Kind, rounds: int) -> tuple[np.ndarray, np.ndarray]:
+def expected(x: np.ndarray, kind: Kind, rounds: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """The product [rows, O] in f64, and how far f32 may be from it: each of the terms that are added one after another is off by a
     rounding of the sum of all, and by three or four of its own."""
-    wide, magnitudes = numbers(kind)
+    wide, magnitudes = numbers(kind, seed)
     if rounds:
         x = rounded(x, rounds)
     sums = np.abs(x).astype(np.float64) @ magnitudes.T

@@ -111,9 +111,16 @@ void FuzzMatmul(Random& random, bool avx512) {
   products.out = in_pieces.data();
   kernels.multiply(w, rows, products, cut, tiles);
   kernels.multiply(w, rows, products, 0, cut);
+  auto in_groups = array<float>(rows.count * outs, [] { return kUnwritten; });
+  products.out = in_groups.data();
+  const int64_t border = random.between(0, rows.count);  // rows of two experts
+  kernels.multiply(w, RowsFrom(rows, w.inputs, border, rows.count - border), ProductsFrom(products, outs, border), 0, tiles);
+  kernels.multiply(w, RowsFrom(rows, w.inputs, 0, border), products, 0, tiles);
   for (size_t i = 0; i < at_once.size(); ++i) {
     Check(std::memcmp(&at_once[i], &in_pieces[i], sizeof(float)) == 0 || (std::isnan(at_once[i]) && std::isnan(in_pieces[i])),
           "tiles do not depend on the pieces that they are computed in");
+    Check(std::memcmp(&at_once[i], &in_groups[i], sizeof(float)) == 0 || (std::isnan(at_once[i]) && std::isnan(in_groups[i])),
+          "rows do not depend on those beside them");
     Check(!ordinary || std::isfinite(at_once[i]), "ordinary numbers give numbers");
   }
 }
