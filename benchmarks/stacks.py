@@ -102,14 +102,14 @@ STACKS = {
     for stack in (
         _diptych(
             "native",
-            "weights as the file stores them, activations rounded to 8 bits with a scale for every 32, KV cache in bf16",
+            "weights as the file stores them, activations rounded to 15 bits with a scale for every 32, KV cache in bf16",
             weights="native",
         ),
         _diptych(
-            "int16",
-            "weights as the file stores them, activations rounded to 15 bits with a scale for every 32, KV cache in bf16",
+            "int8",
+            "the same with activations rounded to 8 bits",
             weights="native",
-            activations="int16",
+            activations="int8",
         ),
         _diptych_in("f32"),
         _diptych_in("bf16"),

@@ -106,8 +106,8 @@ ACTIVATIONS = flags.DEFINE_enum(
     "activations",
     "auto",
     ["auto", "float", "int16", "int8"],
-    "What native products with packed weights round to, with a scale for every 32: auto is int8 for weights as the file packs them, else "
-    "int16. With int8, attention over a bf16 cache is in bf16; float does not round.",
+    "What native products with packed weights round to, with a scale for every 32: auto is int16; int8 is faster for many tokens "
+    "at once. float does not round; with the others attention over a bf16 cache is in bf16.",
 )
 COMPUTE = flags.DEFINE_enum("compute", "auto", ["auto", "f32", "bf16"], "Number format of activations; auto is f32 on CPU, bf16 elsewhere.")
 KV = flags.DEFINE_enum(

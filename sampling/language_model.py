@@ -150,8 +150,8 @@ def load(
       layer_loop: "unrolled", or "scan", which compiles layers that repeat once: for models of many layers.
       kernels: auto (native on one CPU where they are built, else xla), xla (what JAX compiles), native (C++: products with packed weights,
         and attention over plain caches) or pallas (the same on TPUs and GPUs; notices say what it is not for).
-      activations: of native products with packed weights, which round them with a scale for every 32: auto (int8 for weights as their file
-        packs them, else int16), float (not rounded), int16 or int8. With int8 ones attention over a bf16 cache is in bf16.
+      activations: of native products with packed weights, which round them with a scale for every 32: auto (int16), float (not rounded),
+        int16 or int8. Where they are rounded, attention over a bf16 cache is in bf16.
 
     Raises:
       UserError: no such model, no network, a damaged file, an unknown format; one line with the remedy.
@@ -184,7 +184,7 @@ def load(
         params = tiled(params, loaded.config, bits)
     elif kernels == "pallas" and placement is None and layer_loop == "unrolled":
         params = transposed(params, loaded.config, free=True)
-    if bits == 8 and kv_format.dtype == jnp.bfloat16 and is_tiled(params):
+    if bits and kv_format.dtype == jnp.bfloat16 and is_tiled(params):
         kv_format = dataclasses.replace(kv_format, round_queries=True)
     jax.block_until_ready(params)
     if kernels == "native":
