@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))  # a script finds its own folder only
 import checkpoint  # noqa: E402
 from benchmarks import cases, machine, page, report, stacks  # noqa: E402
 from benchmarks.driver import Record, Worker, run_case, start  # noqa: E402
+from benchmarks.entry import print_page  # noqa: E402
 from benchmarks.limits import Work  # noqa: E402
 from runtime import UserError  # noqa: E402
 
@@ -174,27 +175,25 @@ def save_files(result: dict[str, Any], json_path: Path, markdown_path: Path) -> 
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        if len(argv) > 1:
-            raise UserError(f"argument {argv[1]!r} is not understood: all settings are flags, see --help")
-        paths = Path(_JSON.value), Path(_MARKDOWN.value)
-        result = compare(
-            stacks.find(_STACKS.value),
-            [cases.parse(name) for name in dict.fromkeys(_CASES.value)],
-            checkpoint.resolve(_MODEL.value),
-            threads=_THREADS.value,
-            repetitions=_REPETITIONS.value,
-            budget_seconds=_BUDGET.value,
-            quiet_seconds=_QUIET.value,
-            peers_python=_PEERS_PYTHON.value,
-            save=lambda result: save_files(result, *paths),
-        )
-        print(save_files(result, *paths), end="")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return print_page(argv, _page)
+
+
+def _page() -> str:
+    paths = Path(_JSON.value), Path(_MARKDOWN.value)
+    result = compare(
+        stacks.find(_STACKS.value),
+        [cases.parse(name) for name in dict.fromkeys(_CASES.value)],
+        checkpoint.resolve(_MODEL.value),
+        threads=_THREADS.value,
+        repetitions=_REPETITIONS.value,
+        budget_seconds=_BUDGET.value,
+        quiet_seconds=_QUIET.value,
+        peers_python=_PEERS_PYTHON.value,
+        save=lambda result: save_files(result, *paths),
+    )
+    text = save_files(result, *paths)
     say(f"written: {paths[0]}, {paths[1]}")
-    return 0
+    return text
 
 
 if __name__ == "__main__":

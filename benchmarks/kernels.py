@@ -30,8 +30,9 @@ sys.path.insert(0, str(ROOT))  # a script finds its own folder only, where `kern
 from benchmarks import kernel_page, kernel_run, stacks  # noqa: E402
 from benchmarks.device_ceilings import DeviceCeilings  # noqa: E402
 from benchmarks.driver import Worker  # noqa: E402
+from benchmarks.entry import print_page  # noqa: E402
 from benchmarks.kernel_run import OPS  # noqa: E402
-from runtime import UserError, enable_compilation_cache, platform  # noqa: E402
+from runtime import enable_compilation_cache, platform  # noqa: E402
 from runtime.files import check_writable, replacing  # noqa: E402
 
 _OPS = flags.DEFINE_list("ops", list(OPS), f"Which to time, of {', '.join(OPS)}.")
@@ -73,14 +74,7 @@ def run(out: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        if len(argv) > 1:
-            raise UserError(f"argument {argv[1]!r} is not understood: all settings are flags, see --help")
-        print(kernel_page.markdown(run(Path(_OUT.value))), end="")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return print_page(argv, lambda: kernel_page.markdown(run(Path(_OUT.value))))
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ sys.path.insert(0, str(ROOT))  # a script finds its own folder only, where `kv` 
 import sampling  # noqa: E402
 from benchmarks import kv_cost, kv_page, kv_peers, kv_plot, stacks  # noqa: E402
 from benchmarks.driver import Worker  # noqa: E402
+from benchmarks.entry import print_page  # noqa: E402
 from benchmarks.kv_parts import FORMATS, PARTS, RECOMPUTE_ROUNDS, check, formats, measure, plan  # noqa: E402
 from benchmarks.report import spread  # noqa: E402
 from checkpoint import resolve  # noqa: E402
-from runtime import UserError, enable_compilation_cache  # noqa: E402
+from runtime import enable_compilation_cache  # noqa: E402
 from runtime.files import check_writable, replacing  # noqa: E402
 from sampling.evaluate import CHUNK, WINDOW  # noqa: E402
 
@@ -106,14 +107,7 @@ def run(out: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        if len(argv) > 1:
-            raise UserError(f"argument {argv[1]!r} is not understood: all settings are flags, see --help")
-        print(kv_page.markdown(run(Path(_OUT.value))), end="")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return print_page(argv, lambda: kv_page.markdown(run(Path(_OUT.value))))
 
 
 if __name__ == "__main__":
