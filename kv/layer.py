@@ -51,9 +51,11 @@ class Tensor(struct.PyTreeNode):
 
     def block(self, reader: Reader, layer: jax.Array | int, index: jax.Array, wanted: str) -> jax.Array:
         """One block of slots: [B', ...], the rest in the `wanted` order."""
-        # Where one block is all that a row has, `index` chooses nothing, and XLA would read ahead of the loop over blocks; on CPU it would
-        # then write the new rows once for whoever reads and once to keep, from a copy of the whole array.
-        held, index = jax.lax.optimization_barrier((self.parts, index))
+        # Where one block is all that a row has, `index` chooses nothing, and XLA reads ahead of the loop over blocks. On CPU it would then
+        # write the new rows once for whoever reads and once to keep, from a copy of the whole array; a TPU copies what is behind a barrier.
+        held, index = jax.lax.platform_dependent(
+            self.parts, index, cpu=lambda *both: jax.lax.optimization_barrier(both), default=lambda *both: both
+        )
 
         def take(part: jax.Array, packing: Packing | None) -> jax.Array:
             if packing is None:
