@@ -51,13 +51,18 @@ class Tensor(struct.PyTreeNode):
 
     def block(self, reader: Reader, layer: jax.Array | int, index: jax.Array, wanted: str) -> jax.Array:
         """One block of slots: [B', ...], the rest in the `wanted` order."""
+        # Where one block is all that a row has, `index` chooses nothing, and XLA reads ahead of the loop over blocks. On CPU it would then
+        # write the new rows once for whoever reads and once to keep, from a copy of the whole array; a TPU copies what is behind a barrier.
+        held, index = jax.lax.platform_dependent(
+            self.parts, index, cpu=lambda *both: jax.lax.optimization_barrier(both), default=lambda *both: both
+        )
 
         def take(part: jax.Array, packing: Packing | None) -> jax.Array:
             if packing is None:
                 return reader.take(part, index, layer, self.order)
             return packing.unpack(reader.take(part, index, layer, packing.order, packing.span))
 
-        parts = tuple(map(take, self.parts, self.packings))
+        parts = tuple(map(take, held, self.packings))
         return self.codec.decode(parts, 1 + self.order.index("H")).transpose(0, *(1 + self.order.index(axis) for axis in wanted))
 
     def gather(self, layer: jax.Array | int, layout: Layout, step: Step, positions: jax.Array) -> jax.Array:
@@ -145,7 +150,7 @@ class Layer(struct.PyTreeNode):
             return self._answered(query, None, step, spec, weights), self
         out = self._answered(query, rows, step, spec, weights)
         out, rows = jax.lax.optimization_barrier((out, rows))  # what is overwritten has been read
-        return out, self.written(rows, step)
+        return out, self.written(rows, step.replace(start=_once_known(out, step.start)))
 
     def _answered(self, query, new, step, spec, weights):
         """`answer`, row by row where the layout wants it."""
@@ -187,6 +192,16 @@ class Layer(struct.PyTreeNode):
 
             sources.append(Blocks(given, unwritten.span))
         return sources
+
+
+def _once_known(out: jax.Array, x: jax.Array) -> jax.Array:
+    """The integers x, which depend on `out`. The CPU backend takes barriers away before it orders reads and writes: rows written by x would
+    go to a copy of the whole array that `out` is read from."""
+
+    def depending(out: jax.Array, x: jax.Array) -> jax.Array:
+        return x + (out[(0,) * out.ndim] > jnp.inf).astype(x.dtype)  # + 0, which the compiler does not see
+
+    return jax.lax.platform_dependent(out, x, cpu=depending, default=lambda out, x: x)
 
 
 class KeyValueLayer(Layer):

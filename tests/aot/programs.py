@@ -1,7 +1,6 @@
 """What the AOT tests compile: small models whose caches are large, and both programs over a cache of any kind."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from model import (
     prefill,
 )
 from sampling import DecodeState, SamplingOptions, SamplingParams, decode
+from tests.hlo import whole_copies
 
 BATCH, STEPS, CHUNK = 4, 16, 256
 
@@ -75,11 +75,7 @@ class Compiled:
 
         Moves of an array to the vector memory and back ("copy-start") are left out: the compiler may keep small ones there.
         """
-        sizes = {_sizes(leaf.shape) for leaf in jax.tree.leaves(self.cache.stores)}
-        found = re.findall(
-            r"^ *(?:ROOT )?%?\S+ = (\w+\[([\d,]+)\]\S* (copy|transpose|convert|reshape)\(.*)$", self.executable.as_text(), re.MULTILINE
-        )
-        return [line[:200] for line, shape, _ in found if _sizes(map(int, shape.split(","))) in sizes]
+        return whole_copies(self.executable.as_text(), self.cache.stores)
 
 
 def compiled(
@@ -109,8 +105,3 @@ def compiled(
         tokens, each = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=chip) for shape in ((rows, CHUNK), (rows,)))
         lowered = prefill.lower(model, params, cache, tokens, each, each)
     return Compiled(lowered.compile(), kv.nbytes(config, BATCH, capacity, format), cache)
-
-
-def _sizes(shape) -> tuple[int, ...]:
-    """The axes' sizes in no order, and without those of 1."""
-    return tuple(sorted(size for size in shape if size > 1))

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kv
 import kv.layout
-from model import decode_step, prefill
+from model import Transformer, abstract_params, decode_step, prefill
+from tests.hlo import whole_copies
 from tests.model.kinds import BF16, CAPACITY, FP8, INT4, INT8, KINDS, MARGIN, WINDOW, B, Course, Pages, T
 
 pytestmark = pytest.mark.usefixtures("short_blocks")
@@ -177,6 +179,20 @@ def test_on_cpu_no_program_widens_a_whole_array_of_fewer_bits(name):
             shape = ",".join(map(str, array.shape))
             assert f"[{shape}]" in text
             assert not any(f"{wide}[{shape}]" in text for wide in ("f32", "f16", "bf16", "s32", "f8e4m3fn"))
+
+
+@every([name for name, kind in KINDS.items() if kind.format.key_order == "KHS" and name[:3] not in ("mqa", "mha")], quick=("gqa-ring",))
+@pytest.mark.parametrize(("rows", "capacity"), [(1, 7), (1, 16), (2, 37)])
+def test_on_cpu_no_program_copies_a_whole_array_of_the_cache(name, rows, capacity):
+    """Law 6, with less than a block of 16 slots, with one, and with more. What one block holds could be read ahead of the loop over blocks,
+    together with the write: for one row, each layer then copied an array of f32. Three layers share it: one layer's part is no whole."""
+    kind = KINDS[name]
+    config = dataclasses.replace(kind.config, layers=kind.config.layers * 3)
+    model, params = Transformer(config), nn.meta.unbox(abstract_params(config))
+    cache = jax.eval_shape(lambda: kv.init(config, rows, capacity, kind.format))
+    each, chunk = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows, 5), jnp.int32)
+    for lowered in (decode_step.lower(model, params, cache, each), prefill.lower(model, params, cache, chunk, each)):
+        assert whole_copies(lowered.compile().as_text(), cache.stores) == []
 
 
 @every(PAGED)
