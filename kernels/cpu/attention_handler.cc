@@ -57,7 +57,7 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
   const AttentionKernels& kernels = Attentions();
   const auto append = [&] {
     const int64_t piece = a.New * (a.H + a.V) < 8192 ? B * a.K : 1;
-    Team::Run(pool, B * a.K, piece, [&](int64_t first, int64_t last) {
+    Team::Run(pool, B * a.K, piece, [&](int64_t first, int64_t last, bool) {
       for (int64_t each = first; each < last; ++each) kernels.append(a, each / a.K, each % a.K);
     });
   };
@@ -95,7 +95,7 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
       }
     }
   };
-  Team::Run(pool, lanes * parts, 1, [&](int64_t first_item, int64_t last_item) {
+  Team::Run(pool, lanes * parts, 1, [&](int64_t first_item, int64_t last_item, bool) {
     for (int64_t item = first_item; item < last_item; ++item) {
       const int64_t lane = item / parts, part = item % parts;
       const int64_t b = lane / blocks / a.K, k = lane / blocks % a.K, first = lane % blocks * span, last = std::min(first + span, a.T);

@@ -10,6 +10,8 @@ namespace ffi = xla::ffi;
 namespace diptych {
 namespace {
 
+constexpr int64_t kOwnRows = 4;  // at most as many rows every thread prepares for itself: to hand them over takes longer
+
 bool ToNumber(ffi::DataType type, Number* number) {
   switch (type) {
     case ffi::DataType::F16: *number = Number::kF16; return true;
@@ -22,26 +24,18 @@ bool ToNumber(ffi::DataType type, Number* number) {
   }
 }
 
-// Rows that meet one matrix, and how their tiles are shared among threads.
+// Rows that meet one matrix.
 struct Group {
   int64_t matrix, row, count;
-  int64_t piece;          // tiles that a thread takes at once
-  int64_t first, pieces;  // of all groups' pieces, the first of these; and how many
 };
 
-// Groups of rows that follow one another, the first sizes[0] for matrix 0 and so on; none without rows. Pieces are of about 64k weights times
-// rows, eight to a thread at least; whole pairs of tiles, which are multiplied together. Returns how many groups there are.
-int64_t Share(const int32_t* sizes, int64_t matrices, int64_t tiles, int64_t inputs, bool gate, Group* groups) {
-  const int64_t hit = std::count_if(sizes, sizes + matrices, [](int32_t size) { return size > 0; });
-  int64_t next = 0, row = 0, pieces = 0;
+// Groups of rows that follow one another, the first sizes[0] for matrix 0 and so on; none without rows. Returns how many groups there are.
+int64_t Share(const int32_t* sizes, int64_t matrices, Group* groups) {
+  int64_t next = 0, row = 0;
   for (int64_t matrix = 0; matrix < matrices; ++matrix) {
-    const int64_t count = sizes[matrix];
-    if (count == 0) continue;
-    const int64_t work = kRows * inputs * std::max<int64_t>(1, count / 4);
-    const int64_t least = std::max<int64_t>(1, std::min({hit * tiles / 16, 65536 / work, tiles})), piece = gate ? least : (least + 1) / 2 * 2;
-    Group& group = groups[next++] = {matrix, row, count, piece, pieces, (tiles + piece - 1) / piece};
-    row += count;
-    pieces += group.pieces;
+    if (sizes[matrix] == 0) continue;
+    groups[next++] = {matrix, row, sizes[matrix]};
+    row += sizes[matrix];
   }
   return next;
 }
@@ -140,34 +134,41 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
   rows.halves = span < kBlock;
   rows.zero = w.zero;
   const MatmulKernels& kernels = Matmuls();
-  const int64_t numbers = rows.count * w.inputs, blocks = rows.bits ? rows.count * w.blocks() : 0;
-  if (rows.bits || rows.norm) {
+  const bool prepared = rows.bits || rows.norm, own = prepared && rows.count <= kOwnRows;
+  const auto placed = [&] {  // in memory of this thread's
+    const int64_t numbers = rows.count * w.inputs, blocks = bits == 0 ? 0 : rows.count * w.blocks(), parts = rows.halves ? 2 * blocks : blocks;
     const int64_t codes = bits == 0 ? 0 : bits == 8 ? numbers : 2 * numbers;
-    auto* memory = static_cast<char*>(Scratch(Use::kRows, (rows.norm ? 4 * numbers : 0) + 20 * blocks + codes));
+    auto* memory = static_cast<char*>(Scratch(Use::kRows, (rows.norm ? 4 * numbers : 0) + 4 * blocks + 8 * parts + codes));
+    Rows there = rows;
     if (rows.norm) {
-      rows.x = reinterpret_cast<float*>(memory);
+      there.x = reinterpret_cast<float*>(memory);
       memory += 4 * numbers;
     }
-    rows.scales = reinterpret_cast<float*>(memory);
-    rows.starts = reinterpret_cast<int32_t*>(memory + 4 * blocks);
-    rows.shifts = reinterpret_cast<float*>(memory + 12 * blocks);
-    rows.codes = reinterpret_cast<int8_t*>(memory + 20 * blocks);
-    rows.low = rows.codes + (bits == 8 ? 0 : numbers);
+    there.scales = reinterpret_cast<float*>(memory);
+    there.starts = reinterpret_cast<int32_t*>(memory + 4 * blocks);
+    there.shifts = reinterpret_cast<float*>(memory + 4 * blocks + 4 * parts);
+    there.codes = reinterpret_cast<int8_t*>(memory + 4 * blocks + 8 * parts);
+    there.low = there.codes + (bits == 8 ? 0 : numbers);
+    return there;
+  };
+  if (prepared && !own) {
+    rows = placed();
     const int64_t piece = std::max<int64_t>(1, 16384 / w.inputs);
-    Team::Run(pool, rows.count, piece, [&](int64_t first, int64_t last) { kernels.prepare(rows, w.inputs, first, last); });
+    Team::Run(pool, rows.count, piece, [&](int64_t first, int64_t last, bool) { kernels.prepare(rows, w.inputs, first, last); });
   }
-  const int64_t width = out->dimensions()[1], tiles = gate ? w.tiles() / 2 : w.tiles();
+  const int64_t width = out->dimensions()[1], tiles = gate ? w.tiles() / 2 : w.tiles(), piece = gate ? 1 : 2;  // two are multiplied together
   std::fill_n(products.out + held * width, (x.dimensions()[0] - held) * width, 0.0f);
   auto* groups = static_cast<Group*>(Scratch(Use::kGroups, sizeof(Group) * matrices));
-  const int64_t count = Share(sizes, matrices, tiles, w.inputs, gate != 0, groups);
-  const int64_t pieces = count == 0 ? 0 : groups[count - 1].first + groups[count - 1].pieces;
-  Team::Run(pool, pieces, 1, [&](int64_t first, int64_t last) {
-    const Group* group = std::upper_bound(groups, groups + count, first, [](int64_t at, const Group& each) { return at < each.first; }) - 1;
-    for (; first < last; ++group) {
-      const int64_t end = std::min(last, group->first + group->pieces);
-      kernels.multiply(MatrixAt(w, group->matrix), RowsFrom(rows, w.inputs, group->row, group->count), ProductsFrom(products, width, group->row),
-                       (first - group->first) * group->piece, std::min(tiles, (end - group->first) * group->piece));
-      first = end;
+  const int64_t each = (tiles + piece - 1) / piece;  // pieces of a group
+  Team::Run(pool, each * Share(sizes, matrices, groups), 1, [&](int64_t first, int64_t last, bool fresh) {
+    const Rows mine = own ? placed() : rows;
+    if (own && fresh) kernels.prepare(mine, w.inputs, 0, mine.count);
+    for (int64_t end; first < last; first = end) {
+      const Group& group = groups[first / each];
+      const int64_t begin = first / each * each;
+      end = std::min(last, begin + each);
+      kernels.multiply(MatrixAt(w, group.matrix), RowsFrom(mine, w.inputs, group.row, group.count), ProductsFrom(products, width, group.row),
+                       (first - begin) * piece, std::min(tiles, (end - begin) * piece));
     }
   });
   return ffi::Error::Success();
