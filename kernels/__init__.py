@@ -6,6 +6,7 @@ from kernels.attention import Blocks, Scoring, attention, blockwise_attention
 from kernels.experts import experts
 from kernels.floors import top_k_floor, top_p_floor
 from kernels.gumbel import gumbel
+from kernels.heads import Heads, apply_rope
 from kernels.indexer import blockwise_index_scores, index_scores, top_slots
 from kernels.matmul import gated_matmul, head_matmul, matmul
 from kernels.native_attention import attend_cache
@@ -20,6 +21,7 @@ from kernels.transposed_array import TransposedArray, can_transpose, transpose
 
 __all__ = [
     "Blocks",
+    "Heads",
     "Held",
     "JoinedArray",
     "Normed",
@@ -32,6 +34,7 @@ __all__ = [
     "append",
     "append_pages",
     "append_ring",
+    "apply_rope",
     "argmax",
     "attend_cache",
     "attention",

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 
 from kernels import cpu
 from kernels.attention import Scoring
+from kernels.heads import Heads
 
 LAYOUTS = ("dense", "ring", "paged")
 
 
 def attend_cache(
-    q: jax.Array,
+    q: jax.Array | Heads,
     new: tuple[jax.Array, jax.Array] | None,
     keys: jax.Array,
     values: jax.Array,
@@ -28,8 +29,9 @@ def attend_cache(
     """Writes a call's keys and values in place, and answers its queries.
 
     Args:
-      q: [B, T, N, H].
-      new: keys [B, T', K, H] and values [B, T', K, V], or None to read only.
+      q: [B, T, N, H]; or queries, keys and values in one, which are split, normed (by scales [H]) and rotated here. Those are written, and
+        `after` must be set.
+      new: keys [B, T', K, H] and values [B, T', K, V], or None to read only, or with `Heads`.
       keys: [L, X, K, H, S], f32 or the bits of bf16 as uint16; X rows or pages.
       values: [L, X, K, S, V], likewise.
       layer: which of the L.
@@ -46,9 +48,14 @@ def attend_cache(
     Returns:
       [B, T, N, V] in q's dtype, 0 where a query sees nothing; keys; values.
     """
-    B, T, N, H = q.shape
-    K, V = keys.shape[2], values.shape[-1]
     f32, i32 = jnp.float32, jnp.int32
+    K, H, V = keys.shape[2], keys.shape[3], values.shape[-1]
+    heads = q if isinstance(q, Heads) else Heads(q, None, None, None, 0.0)
+    q = heads.qkv
+    B, T, *_ = q.shape
+    N = q.shape[2] if q.ndim == 4 else K * (q.shape[3] - 2)
+    q_norm, k_norm = (jnp.zeros((0,), f32) if norm is None else norm.astype(f32) for norm in (heads.q_norm, heads.k_norm))
+    cos, sin = (jnp.zeros((B, T, 0), f32),) * 2 if heads.table is None else (each[:, :, 0] for each in heads.table)
     new_keys, new_values = (jnp.zeros((B, 0, K, H), f32), jnp.zeros((B, 0, K, V), f32)) if new is None else new
     rows = jnp.arange(B, dtype=i32) if rows is None else rows
     table = jnp.zeros((B, 0), i32) if table is None else table
@@ -65,6 +72,10 @@ def attend_cache(
         q.astype(f32),
         new_keys.astype(f32),
         new_values.astype(f32),
+        q_norm,
+        k_norm,
+        cos,
+        sin,
         jnp.asarray(layer, i32).reshape(1),
         rows,
         table,
@@ -77,6 +88,7 @@ def attend_cache(
         window=scoring.window or 0,
         scale=float(scoring.scale),
         softcap=float(scoring.softcap or 0.0),
+        eps=float(heads.eps),
         after=int(after),
         rounded=int(rounded),
     )

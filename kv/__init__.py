@@ -1,4 +1,5 @@
-"""Floor 3: the KV cache, every kind behind one method: `layer.attend(query, new, step, spec, weights) -> out, new layer`.
+"""Floor 3: the KV cache, every kind behind one method: `layer.attend(query, new, step, spec, weights) -> out, new layer`;
+`attend_heads` is the same for queries, keys and values that are still in one array.
 
 A kind is what is kept per token (keys and values, or a latent row), where it lies (dense, ring, paged) and in what numbers (f32, bf16,
 int8, int4, fp8); any of the three goes with any of the others. The host's side of pages: `Pager`, and what it is made of.
@@ -9,6 +10,7 @@ from kv.cache import Cache, default_pages, fresh, init, page_groups, rewind_marg
 from kv.export import Export, load_export, save_export
 from kv.format import Format
 from kv.host_store import Handle, HostStore
+from kv.layer import attend_heads
 from kv.offload import HostPages, copy_pages, read_pages, write_pages
 from kv.pager import Pager, pool_sizes
 from kv.pages import OutOfPages, PageAllocator
@@ -39,6 +41,7 @@ __all__ = [
     "Query",
     "SplitPager",
     "Step",
+    "attend_heads",
     "bytes_per_token",
     "copy_pages",
     "default_pages",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from kernels import Blocks, Held, Packing, attend_cache, blockwise_attention, pallas_attention, pallas_fits
+from kernels import Blocks, Heads, Held, Packing, attend_cache, blockwise_attention, pallas_attention, pallas_fits
 from kv.codec import Codec
 from kv.format import Format
 from kv.layout import Layout, Reader, new_rows
@@ -220,9 +220,18 @@ class KeyValueLayer(Layer):
     def attend_here(self, query, new, step, spec, weights, whole):
         if self.kernels != "native":
             return super().attend_here(query, new, step, spec, weights, whole)
+        return self.attend_native(query.q, new, step, spec, weights, whole)
+
+    def takes(self, heads: Heads, step: Step) -> bool:
+        """Whether its kernel splits, norms and rotates them: in f32, normed head by head, all queried, all read back from the cache."""
+        simple = heads.qkv.dtype == jnp.float32 and all(scale is None or scale.ndim == 1 for scale in (heads.q_norm, heads.k_norm))
+        return self.kernels == "native" and simple and not step.last_only and self.layout.reads_back(heads.qkv.shape[1])
+
+    def attend_native(self, q: jax.Array | Heads, new, step, spec, weights, whole):
+        """`attend_here` by the native kernel; `Heads` bring the new rows with them."""
         keys, values = self.tensors["k"], self.tensors["v"]
         out, *written = attend_cache(
-            query.q,
+            q,
             new,
             keys.parts[0],
             values.parts[0],
@@ -231,7 +240,7 @@ class KeyValueLayer(Layer):
             step.tables[self.layout.group] if self.layout.kind == "paged" else None,
             step.start,
             step.count,
-            step.limit(query.q.shape[1]),
+            step.limit(jax.tree.leaves(q)[0].shape[1]),
             spec.scoring(weights),
             self.layout.kind,
             after=whole,
@@ -285,3 +294,11 @@ class KeyValueLayer(Layer):
 
         limit = step.limit(query.q.shape[1])
         return blockwise_attention(query.q, self.sources(read, new, step), limit, spec.scoring(weights, spread=step.spread))
+
+
+def attend_heads(layer: Any, heads: Heads, step: Step, spec: AttentionSpec, weights: Any = None) -> tuple[jax.Array, Any]:
+    """`layer.attend` of the queries, keys and values of one product, which are not split yet, nor normed and rotated."""
+    if isinstance(layer, KeyValueLayer) and layer.takes(heads, step):
+        return layer.attend_native(heads, None, step, spec, weights, whole=True)
+    q, k, v = heads.split()
+    return layer.attend(Query(step.queried(q)), KeyValue(k, v), step, spec, weights)

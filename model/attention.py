@@ -6,9 +6,8 @@ import jax
 from flax import linen as nn
 
 import kv
-from kernels import Normed, matmul, rms_norm
+from kernels import Heads, Normed, matmul
 from model.config import AttentionConfig
-from model.rope import apply_rope
 from model.weights import scaled_normal, weight
 from sharding import axes
 
@@ -25,7 +24,7 @@ class Attention(nn.Module):
     ) -> tuple[jax.Array, Any]:
         """Args: x [B, T, D]; residual: what the answer is added to. Returns: as of `Block`."""
         c, (table,) = self.config, tables
-        B, T, D = x.shape
+        D = x.shape[-1]
         K, G, H = c.num_kv_heads, c.queries_per_kv, c.head_dim
         # One weight for q, k and v, interleaved by KV head: a shard of K is a working attention of its own.
         wqkv = weight(self, "wqkv", (K, G + 2, H, D), (axes.KV_HEADS, axes.QKV, axes.HEAD_DIM, axes.EMBED), scaled_normal(1))
@@ -34,20 +33,17 @@ class Attention(nn.Module):
         if c.qkv_bias:
             bias = weight(self, "bqkv", (K, G + 2, H), (axes.KV_HEADS, axes.QKV, axes.HEAD_DIM), scaled_normal(0))
             qkv = qkv + bias.astype(qkv.dtype)
-        q, k, v = qkv[..., :G, :], qkv[..., G, :], qkv[..., G + 1, :]
+        q_norm = k_norm = None
         if c.qk_norm is not None:
             heads = c.qk_norm == "full"  # over all heads at once
             names = (axes.KV_HEADS, axes.Q_PER_KV, axes.HEAD_DIM)
             q_shape, k_shape = ((K, G, H), (K, H)) if heads else ((H,), (H,))
             q_names, k_names = (names, (names[0], names[2])) if heads else ((axes.HEAD_DIM,), (axes.HEAD_DIM,))
-            q = rms_norm(q, weight(self, "q_norm", q_shape, q_names, nn.initializers.ones), self.norm_eps)
-            k = rms_norm(k, weight(self, "k_norm", k_shape, k_names, nn.initializers.ones), self.norm_eps)
-        q = q.reshape(B, T, K * G, H)
-        if table is not None:
-            q, k = apply_rope(q, table), apply_rope(k, table)
+            q_norm = weight(self, "q_norm", q_shape, q_names, nn.initializers.ones)
+            k_norm = weight(self, "k_norm", k_shape, k_names, nn.initializers.ones)
         sinks = weight(self, "sinks", (K, G), (axes.KV_HEADS, axes.Q_PER_KV), scaled_normal(0)) if c.sinks else None
-        out, cache = cache.attend(kv.Query(step.queried(q)), kv.KeyValue(k, v), step, c.spec, sinks)  # [B, T or 1, N, H]
-        out = out.reshape(B, -1, K, G, H)
+        out, cache = kv.attend_heads(cache, Heads(qkv, q_norm, k_norm, table, self.norm_eps), step, c.spec, sinks)  # [B, T or 1, N, H]
+        out = out.reshape(*out.shape[:2], K, G, H)
         if not c.out_bias:
             return matmul(out, wo, 3, residual), cache
         out = matmul(out, wo, 3) + weight(self, "bo", (D,), (axes.EMBED,), scaled_normal(0)).astype(out.dtype)

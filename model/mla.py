@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import kv
-from kernels import matmul, plain
+from kernels import apply_rope, matmul, plain
 from model.attention import RopeTable
 from model.config import MLAConfig
 from model.norm import LayerNorm, RMSNorm
-from model.rope import apply_rope
 from model.weights import scaled_normal, weight
 from sharding import axes
 

@@ -125,17 +125,8 @@ def rope_table(rope: Rope, positions: jax.Array, context: int) -> tuple[jax.Arra
       context: static; as for `Rope.frequencies`.
 
     Returns:
-      cos and sin, f32 [B, T, 1, dim]: every angle for both of its elements, the sines of the first half negative.
+      cos and sin, f32 [B, T, 1, dim], for `kernels.apply_rope`.
     """
     angles = positions[..., None].astype(jnp.float32) * rope.frequencies(context)
     cos, sin = jnp.cos(angles)[:, :, None] * rope.magnitude, jnp.sin(angles)[:, :, None] * rope.magnitude
     return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
-
-
-def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the first elements of every head of x [B, T, heads, H], as many as the table has, by its position's angles."""
-    cos, sin = table
-    dim = cos.shape[-1]
-    wide = x[..., :dim].astype(jnp.float32)
-    turned = (wide * cos + jnp.roll(wide, dim // 2, axis=-1) * sin).astype(x.dtype)
-    return turned if dim == x.shape[-1] else jnp.concatenate([turned, x[..., dim:]], axis=-1)

@@ -12,10 +12,11 @@ constexpr int kLongest = 512;       // by few
 constexpr int kQueryRows = 48;      // queries of one KV head that share a pass over the slots
 constexpr int64_t kSplit = 256;     // slots of a part at least, where the positions of one query are cut in parts for several threads
 
-// A call: new tokens' keys and values are written, and their queries answered. Arrays are in C order.
+// A call: new tokens' keys and values are written, and their queries answered. Arrays are in C order, but what the KV heads have of a token
+// in q, new_keys and new_values lies `q_step`, `key_step` and `value_step` numbers apart: the three may be one array.
 struct Attend {
   int64_t B, T, N, K, H, V;       // rows, queries of each, heads of queries and of keys, elements of a key and of a value
-  const float* q;                 // [B, T, N, H]
+  const float* q;                 // [B, T, K, G, H]
   float* out;                     // [B, T, N, V]
   const int32_t* limit;           // [B, T], the last position that a query sees; below 0: none
   const float* sinks;             // [N], or null
@@ -32,6 +33,13 @@ struct Attend {
   int64_t New;                    // tokens of new_keys, padding included; 0: nothing is written
   const float *new_keys, *new_values;  // [B, New, K, H] and [B, New, K, V]
   bool after;                     // whether the queries see the new rows in the cache; else beside it
+  int64_t q_step, key_step, value_step;
+  // Queries and keys are first normed, x / sqrt(mean(x^2) + eps) * norm, then their first `dim` elements rotated, x * cos + roll(x, dim / 2) *
+  // sin. Only if `after`, and if New is T or 0.
+  const float *q_norm, *k_norm;   // [H], or null
+  float eps;
+  int64_t dim;                    // even, at most H; 0: no rotation
+  const float *cos, *sin;         // [B, T, dim]
 
   int64_t group() const { return N / K; }
   int64_t tokens_per_block() const { return kQueryRows / group() > 0 ? kQueryRows / group() : 1; }

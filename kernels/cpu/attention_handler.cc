@@ -12,19 +12,27 @@ namespace diptych {
 namespace {
 
 // New keys and values into a cache, and answers from it. keys [L, X, K, H, S] and values [L, X, K, S, V], f32 or the bits of bf16, are written
-// in place. `after`: queries see the new rows in the cache, else (they may overwrite what is seen) as they are given.
-ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, float scale, float softcap, int32_t after, int32_t rounded,
+// in place. `after`: queries see the new rows in the cache, else (they may overwrite what is seen) as they are given. q is [B, T, N, H];
+// or queries, keys and values in one, [B, T, K, G + 2, H], while new_keys and new_values have no tokens. Only those are normed and rotated, see
+// `Attend`: norms have no elements or H, cos and sin are [B, T, dim].
+ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, float scale, float softcap, float eps, int32_t after,
+                       int32_t rounded,
                        ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> new_keys, ffi::Buffer<ffi::F32> new_values,
+                       ffi::Buffer<ffi::F32> q_norm, ffi::Buffer<ffi::F32> k_norm, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
                        ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> start,
                        ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> limit, ffi::Buffer<ffi::F32> sinks,
                        ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> keys_out, ffi::Result<ffi::AnyBuffer> values_out) {
   const auto kd = keys.dimensions(), vd = values.dimensions(), qd = q.dimensions(), nd = new_keys.dimensions(), td = table.dimensions();
-  if (kd.size() != 5 || vd.size() != 5 || qd.size() != 4 || nd.size() != 4 || td.size() != 2) return Wrong("attention takes other ranks");
+  const auto cd = cos.dimensions(), sd = sin.dimensions();
+  const bool joined = qd.size() == 5;
+  if (kd.size() != 5 || vd.size() != 5 || (qd.size() != 4 && !joined) || nd.size() != 4 || td.size() != 2 || cd.size() != 3) {
+    return Wrong("attention takes other ranks");
+  }
   Attend a{};
-  a.B = qd[0], a.T = qd[1], a.N = qd[2], a.H = qd[3], a.K = kd[2], a.V = vd[4];
-  a.X = kd[1], a.S = kd[4], a.M = td[1], a.New = nd[1];
+  a.B = qd[0], a.T = qd[1], a.K = kd[2], a.H = kd[3], a.V = vd[4], a.N = joined ? a.K * (qd[3] - 2) : qd[2];
+  a.X = kd[1], a.S = kd[4], a.M = td[1], a.New = nd[1], a.dim = cd[2];
   const int64_t B = a.B;
-  if (kd[3] != a.H || vd[0] != kd[0] || vd[1] != a.X || vd[2] != a.K || vd[3] != a.S || a.K == 0 || a.N % a.K || nd[0] != B ||
+  if (qd[qd.size() - 1] != a.H || vd[0] != kd[0] || vd[1] != a.X || vd[2] != a.K || vd[3] != a.S || a.K == 0 || a.N < a.K || a.N % a.K || nd[0] != B ||
       static_cast<int64_t>(new_keys.element_count()) != B * a.New * a.K * a.H ||
       static_cast<int64_t>(new_values.element_count()) != B * a.New * a.K * a.V || td[0] != B ||
       static_cast<int64_t>(rows.element_count()) != B || static_cast<int64_t>(start.element_count()) != B ||
@@ -33,6 +41,12 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
       (sinks.element_count() != 0 && static_cast<int64_t>(sinks.element_count()) != a.N)) {
     return Wrong("attention's sizes do not fit one another");
   }
+  for (const auto* norm : {&q_norm, &k_norm}) {
+    if (norm->element_count() != 0 && static_cast<int64_t>(norm->element_count()) != a.H) return Wrong("a norm does not fit the heads");
+  }
+  if (cd[0] != B || cd[1] != a.T || !std::equal(cd.begin(), cd.end(), sd.begin(), sd.end()) || a.dim % 2 || a.dim > a.H) return Wrong("angles do not fit the queries");
+  if (joined && (qd[2] != a.K || a.V != a.H || a.New || !after)) return Wrong("queries, keys and values in one do not fit the cache");
+  if (!joined && (q_norm.element_count() || k_norm.element_count() || a.dim)) return Wrong("only joined queries and keys are normed and rotated");
   if (keys.element_type() != values.element_type()) return Wrong("keys and values are of different formats");
   a.bf16 = keys.element_type() == ffi::DataType::U16;
   if (!a.bf16 && keys.element_type() != ffi::DataType::F32) return Wrong("attention reads caches of f32, or of bf16's bits");
@@ -43,11 +57,18 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
   a.layer = layer.typed_data()[0];
   if (a.layer < 0 || a.layer >= kd[0]) return Wrong("no such layer");
   a.keys = static_cast<char*>(keys_out->untyped_data()), a.values = static_cast<char*>(values_out->untyped_data());
-  a.q = q.typed_data(), a.out = out->typed_data(), a.limit = limit.typed_data();
+  a.q = q.typed_data(), a.new_keys = new_keys.typed_data(), a.new_values = new_values.typed_data();
+  a.q_step = a.group() * a.H, a.key_step = a.H, a.value_step = a.V;
+  if (joined) {
+    a.New = a.T, a.new_keys = a.q + a.q_step, a.new_values = a.new_keys + a.H;
+    a.q_step = a.key_step = a.value_step = a.q_step + 2 * a.H;
+  }
+  a.q_norm = q_norm.element_count() ? q_norm.typed_data() : nullptr, a.k_norm = k_norm.element_count() ? k_norm.typed_data() : nullptr;
+  a.cos = cos.typed_data(), a.sin = sin.typed_data(), a.eps = eps;
+  a.out = out->typed_data(), a.limit = limit.typed_data();
   a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   a.scale = scale, a.softcap = softcap, a.window = window;
   a.rows = rows.typed_data(), a.table = table.typed_data(), a.start = start.typed_data(), a.count = count.typed_data();
-  a.new_keys = new_keys.typed_data(), a.new_values = new_values.typed_data();
   a.after = after != 0, a.rounded = rounded != 0;
   if (a.layout != Layout::kPaged) {
     for (int64_t b = 0; b < B; ++b) {
@@ -125,10 +146,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DiptychAttend, diptych::AttendCache,
                            .Attr<int32_t>("window")
                            .Attr<float>("scale")
                            .Attr<float>("softcap")
+                           .Attr<float>("eps")
                            .Attr<int32_t>("after")
                            .Attr<int32_t>("rounded")
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::Buffer<ffi::F32>>()
+                           .Arg<ffi::Buffer<ffi::F32>>()
+                           .Arg<ffi::Buffer<ffi::F32>>()
+                           .Arg<ffi::Buffer<ffi::F32>>()
                            .Arg<ffi::Buffer<ffi::F32>>()
                            .Arg<ffi::Buffer<ffi::F32>>()
                            .Arg<ffi::Buffer<ffi::F32>>()

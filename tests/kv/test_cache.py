@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kv
+from kernels import Heads
 from runtime import UserError
 from sharding import axes
 
@@ -236,3 +237,26 @@ def test_the_dense_kind_answers_as_the_one_that_stores_nothing_in_every_order(na
         assert np.asarray(array[place, jnp.asarray([0, 2])]).any(axis=(1, 2, 3)).all()
         assert not np.asarray(array[:place]).any()  # the other layers
         assert not np.asarray(array[place, 1]).any()  # the other row
+
+
+EQUAL = dataclasses.replace(NARROW, window=4)
+SCALE, FULL = jnp.ones((8,)), jnp.ones((1, 3, 8))
+TAKEN = {
+    "nothing to do": ({}, {}, True),
+    "norms of each head": ({"q_norm": SCALE, "k_norm": SCALE}, {}, True),
+    "norms over all heads": ({"q_norm": FULL, "k_norm": FULL[:, 0]}, {}, False),
+    "bf16": ({"qkv": jnp.ones((2, 4, 1, 5, 8), jnp.bfloat16)}, {}, False),
+    "more than a ring is read back of": ({"qkv": jnp.ones((2, 5, 1, 5, 8))}, {}, False),
+    "the last token's queries": ({}, {"last_only": True}, False),
+}
+
+
+@pytest.mark.parametrize(("changed", "how", "taken"), TAKEN.values(), ids=TAKEN)
+def test_native_kernels_take_joined_heads_that_they_can_split_and_all_others_are_split_before(changed, how, taken):
+    heads = Heads(**{"qkv": jnp.ones((2, 4, 1, 5, 8)), "q_norm": None, "k_norm": None, "table": None, "eps": 1e-5} | changed)
+    step = kv.Step(rows=None, start=jnp.zeros((2,), jnp.int32), count=jnp.full((2,), 4, jnp.int32), **how)
+    for kernels in ("native", "xla"):
+        format = kv.Format.for_platform("cpu", np.dtype(np.float32), margin=3, kernels=kernels)
+        layer = kv.init(Layers((EQUAL,)), 2, 32, format).layer(0)
+        assert layer.layout.kind == "ring"
+        assert layer.takes(heads, step) == (taken and kernels == "native")

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from kernels import apply_rope
 from model import FactorScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
-from model.rope import apply_rope, rope_table
+from model.rope import rope_table
 from runtime import UserError
 
 

@@ -21,7 +21,9 @@ void FuzzAttention(Random& random, bool avx512) {
   a.V = random.between(1, 80);
   a.layout = random.one_of({Layout::kDense, Layout::kRing, Layout::kPaged});
   a.bf16 = random.chance(50);
-  a.after = random.chance(50);
+  const bool joined = random.chance(40);
+  if (joined) a.V = a.H;
+  a.after = joined || random.chance(50);
   a.rounded = random.chance(50);
   a.scale = 0.25f;
   a.softcap = random.chance(30) ? 20.0f : 0.0f;
@@ -50,10 +52,10 @@ void FuzzAttention(Random& random, bool avx512) {
   auto keys = array<char>(bytes * a.H, [] { return 0xFF; }), values = array<char>(bytes * a.V, [] { return 0xFF; });
   a.q = q.data(), a.limit = limit.data(), a.rows = rows.data(), a.table = table.data(), a.start = start.data(), a.count = count.data();
   a.keys = keys.data(), a.values = values.data();
-  Describe("B %lld T %lld K %lld N %lld H %lld V %lld X %lld S %lld M %lld layout %d bf16 %d after %d softcap %g window %lld",
+  Describe("B %lld T %lld K %lld N %lld H %lld V %lld X %lld S %lld M %lld layout %d bf16 %d after %d joined %d softcap %g window %lld",
            static_cast<long long>(a.B), static_cast<long long>(a.T), static_cast<long long>(a.K), static_cast<long long>(a.N),
            static_cast<long long>(a.H), static_cast<long long>(a.V), static_cast<long long>(a.X), static_cast<long long>(a.S),
-           static_cast<long long>(a.M), static_cast<int>(a.layout), a.bf16, a.after, a.softcap, static_cast<long long>(a.window));
+           static_cast<long long>(a.M), static_cast<int>(a.layout), a.bf16, a.after, joined, a.softcap, static_cast<long long>(a.window));
 
   const auto append = [&](const Attend& call) {
     for (int64_t b = 0; b < a.B; ++b) {
@@ -72,11 +74,26 @@ void FuzzAttention(Random& random, bool avx512) {
   const auto one = [] { return 1; };
   const auto past_keys = array<float>(a.B * past.New * a.K * a.H, normal), past_values = array<float>(a.B * past.New * a.K * a.V, one);
   past.start = past_start.data(), past.count = past_count.data(), past.new_keys = past_keys.data(), past.new_values = past_values.data();
+  const int64_t group = a.group();
+  past.key_step = a.H, past.value_step = a.V;
   append(past);
   a.New = random.chance(90) ? a.T : 0;
   if (a.New == 0) std::fill(count.begin(), count.end(), 0);
   const auto new_keys = array<float>(a.B * a.New * a.K * a.H, normal), new_values = array<float>(a.B * a.New * a.K * a.V, one);
   a.new_keys = new_keys.data(), a.new_values = new_values.data();
+  a.q_step = group * a.H, a.key_step = a.H, a.value_step = a.V;
+  const int64_t step = (group + 2) * a.H;
+  int64_t at = 0;
+  const auto qkv = array<float>(joined ? a.B * a.T * a.K * step : 0, [&] { return at++ % step < (group + 1) * a.H ? random.normal() : 1; });
+  a.dim = joined && random.chance(80) ? 2 * random.between(0, a.H / 2) : 0;
+  const auto cos = array<float>(a.B * a.T * a.dim, normal), sin = array<float>(a.B * a.T * a.dim, normal);
+  const auto norms = array<float>(joined ? a.H : 0, normal);
+  if (joined) {
+    if (a.New) a.new_keys = qkv.data() + group * a.H, a.new_values = a.new_keys + a.H;
+    a.q = qkv.data(), a.q_step = a.key_step = a.value_step = step;
+    a.q_norm = random.chance(50) ? norms.data() : nullptr, a.k_norm = random.chance(50) ? norms.data() : nullptr;
+    a.cos = cos.data(), a.sin = sin.data(), a.eps = 1e-5f;
+  }
   if (a.after) append(a);
 
   for (int64_t b = 0; b < a.B; ++b) {
