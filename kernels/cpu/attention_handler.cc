@@ -11,6 +11,8 @@ namespace ffi = xla::ffi;
 namespace diptych {
 namespace {
 
+constexpr int64_t kParts = 8;  // at most, of one query's positions
+
 // New keys and values into a cache, and answers from it. keys [L, X, K, H, S] and values [L, X, K, S, V], f32 or the bits of bf16, are written
 // in place. `after`: queries see the new rows in the cache, else (they may overwrite what is seen) as they are given. q is [B, T, N, H];
 // or queries, keys and values in one, [B, T, K, G + 2, H], while new_keys and new_values have no tokens. Only those are normed and rotated, see
@@ -82,7 +84,8 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
       for (int64_t each = first; each < last; ++each) kernels.append(a, each / a.K, each % a.K);
     });
   };
-  if (a.after && a.New) append();
+  const bool each_writes = a.after && a.T == 1 && a.New == 1;  // the thread that reads a new token's slot writes it
+  if (a.after && a.New && !each_writes) append();
 
   const int64_t G = a.group(), span = std::min(a.tokens_per_block(), a.T), blocks = a.query_blocks(), lanes = B * a.K * blocks;
   int64_t parts = 1;
@@ -90,7 +93,7 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
     int64_t longest = 0;
     for (int64_t b = 0; b < B; ++b) longest = std::max<int64_t>(longest, a.limit[b] + 1);
     if (a.window) longest = std::min(longest, a.window);
-    parts = std::clamp<int64_t>(longest / kSplit, 1, 8);
+    parts = std::clamp<int64_t>(longest / kSplit, 1, kParts);
   }
   const int64_t rows_most = span * G, floats = rows_most * (2 + a.V);
   const auto partial = [&](float* memory) { return Partial{memory, memory + rows_most, memory + 2 * rows_most}; };
@@ -106,9 +109,13 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
         for (int64_t v = 0; v < a.V; ++v) out[v] = 0;
         if (top == -1e30f) continue;  // nothing was seen
         if (a.sinks) top = std::max(top, a.sinks[n]), total = std::exp(a.sinks[n] - top);
-        for (int64_t part = 0; part < count; ++part) total += std::exp(memory[part * floats + r] - top) * memory[part * floats + rows_most + r];
+        float shares[kParts];
         for (int64_t part = 0; part < count; ++part) {
-          const float share = std::exp(memory[part * floats + r] - top) / std::max(total, 1e-30f);
+          shares[part] = std::exp(memory[part * floats + r] - top);
+          total += shares[part] * memory[part * floats + rows_most + r];
+        }
+        for (int64_t part = 0; part < count; ++part) {
+          const float share = shares[part] / std::max(total, 1e-30f);
           const float* from = memory + part * floats + 2 * rows_most + r * a.V;
           if (memory[part * floats + rows_most + r] == 0) continue;
           for (int64_t v = 0; v < a.V; ++v) out[v] += share * from[v];
@@ -121,12 +128,13 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
       const int64_t lane = item / parts, part = item % parts;
       const int64_t b = lane / blocks / a.K, k = lane / blocks % a.K, first = lane % blocks * span, last = std::min(first + span, a.T);
       float* memory = shared ? shared + item * floats : static_cast<float*>(Scratch(Use::kPartial, sizeof(float) * floats));
-      int64_t low = 0, high = INT64_MAX;
+      int64_t low = 0, high = INT64_MAX, newest = 0;  // newest: the part that the last position is in
       if (parts > 1) {
         const int64_t end = a.limit[b] + 1, begin = a.window ? std::max<int64_t>(end - a.window, 0) : 0;
-        const int64_t each = ((end - begin + parts - 1) / parts + kSlots - 1) / kSlots * kSlots;
-        low = begin + part * each, high = std::min(low + each, end);
+        const int64_t each = std::max<int64_t>(((end - begin + parts - 1) / parts + kSlots - 1) / kSlots * kSlots, kSlots);
+        low = begin + part * each, high = std::min(low + each, end), newest = std::max<int64_t>(end - begin - 1, 0) / each;
       }
+      if (each_writes && part == newest) kernels.append(a, b, k);
       kernels.answer(a, b, k, first, last, low, high, partial(memory));
       if (!shared) finish(lane, memory, 1);
     }

@@ -49,16 +49,17 @@ class Team {
     }
     Work(job, 0);
     state.round.store(round + 2);
-    for (int turn = 0; state.inside.load() != 0; ++turn) {  // a helper that has seen this round is counted
-      _mm_pause();
-      if (turn > kPatience) sched_yield();
+    // A helper that has seen this round is counted. One that takes long lost its processor to somebody: when this one sleeps, it may have ours.
+    for (int turn = 0; state.inside.load() != 0; ++turn) {
+      turn < kPatience ? _mm_pause() : std::this_thread::sleep_for(kNap);
     }
     state.taken.store(false, std::memory_order_release);
   }
 
  private:
   static constexpr auto kStay = std::chrono::microseconds(100);
-  static constexpr int kPatience = 20000;  // turns of a loop, a few hundred microseconds
+  static constexpr int kPatience = 4000;  // turns of a loop, of some ten nanoseconds each
+  static constexpr auto kNap = std::chrono::microseconds(20);
   static constexpr int64_t kMost = 64;     // threads
 
   struct alignas(64) Part {
