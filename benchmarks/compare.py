@@ -7,7 +7,7 @@ prefill: from the prompt's token ids to the first new token on the host. decode:
 in every row, each token read by the host; the cache is put back between calls. Load time: from the file's name to a model with its
 tokenizer, Python's imports left out. Peak memory: of the process, after its cases.
 Peers are optional: one that is not installed is left out, and the command that installs it is printed. A peer may have an interpreter
-of its own (`--peers_python`).
+of its own (`--peers_python`), and vLLM, which asks for certain versions of what others use too, another (`--vllm_python`).
 """
 
 import contextlib
@@ -42,6 +42,7 @@ _BUDGET = flags.DEFINE_float(
 )
 _THREADS = flags.DEFINE_integer("threads", os.cpu_count(), "For every stack.", lower_bound=1)
 _PEERS_PYTHON = flags.DEFINE_string("peers_python", sys.executable, "The interpreter that has the peers installed.")
+_VLLM_PYTHON = flags.DEFINE_string("vllm_python", None, "The interpreter that has vLLM installed; without it --peers_python.")
 _QUIET = flags.DEFINE_float("quiet_seconds", 5, "How long to wait for other work to end, before each counted call.", lower_bound=0)
 _JSON = flags.DEFINE_string("json", str(RESULTS / "compare.json"), "Where the measurements are written.")
 _MARKDOWN = flags.DEFINE_string("markdown", str(RESULTS / "compare.md"), "Where the tables are written.")
@@ -63,6 +64,7 @@ def compare(
     quiet_seconds: float = 0.0,
     python: str = sys.executable,
     peers_python: str = sys.executable,
+    vllm_python: str | None = None,
     ceilings: stacks.Stack | None = stacks.CEILINGS,
     save: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def compare(
       repetitions: counted calls per case and stack.
       budget_seconds: from now on; a case may use its share of what is left, and has one repetition in any event.
       quiet_seconds: how long at most to wait for other work to end, before each counted call.
-      python, peers_python: the interpreters of this project's workers and of the peers'.
+      python, peers_python, vllm_python: the interpreters of this project's workers, of the peers', and of vLLM's: None is the peers'.
       ceilings: the worker that measures the machine; None leaves out the limits.
       save: called with the report so far, after every case.
 
@@ -87,6 +89,7 @@ def compare(
       UserError: the peers' interpreter does not run, or no stack could be loaded.
     """
     end = time.perf_counter() + budget_seconds
+    interpreters = {"peers_python": peers_python, "vllm_python": vllm_python or peers_python}
     settings = {"model": model.name, "threads": threads, "repetitions": repetitions, "budget_seconds": budget_seconds}
     described = machine.describe()
     notes: list[str] = []
@@ -98,7 +101,7 @@ def compare(
     with contextlib.ExitStack() as closing:
 
         def load(stack: stacks.Stack) -> Worker | None:
-            worker = start(stack, python, peers_python, model, threads, note)
+            worker = start(stack, python, interpreters[stack.python_flag], model, threads, note)
             if worker is not None:
                 closing.callback(worker.close)
                 say(f"{stack.name}: loaded in {worker.hello['load_seconds']:.2f} s, ready after {worker.ready_seconds:.1f} s")
@@ -189,6 +192,7 @@ def _page() -> str:
         budget_seconds=_BUDGET.value,
         quiet_seconds=_QUIET.value,
         peers_python=_PEERS_PYTHON.value,
+        vllm_python=_VLLM_PYTHON.value,
         save=lambda result: save_files(result, *paths),
     )
     text = save_files(result, *paths)

@@ -125,7 +125,8 @@ def start(stack: Stack, python: str, peers_python: str, model: Path, threads: in
       UserError: the peers' interpreter does not run.
     """
     if missing := stack.missing(peers_python):
-        note(f"{stack.name} is left out, since {', '.join(missing)} is not installed for the peers' interpreter: {stack.install}")
+        where = f"--{stack.python_flag}={peers_python}"
+        note(f"{stack.name} is left out, since {', '.join(missing)} is not installed for {where}: {stack.install}")
         return None
     try:
         return Worker(stack.command(python, peers_python, model, threads), stack.environment(threads))

