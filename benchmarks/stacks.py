@@ -102,12 +102,12 @@ def _vllm(dtype: str, compiled: bool) -> Stack:
     )
 
 
-def _llama_cpp(suffix: str, about: str, **changes: bool) -> Stack:
+def _llama_cpp(suffix: str, about: str, cache: str = "f16", **changes: bool) -> Stack:
     return Stack(
         name=f"llama.cpp{suffix}",
         worker=WORKERS / "llama_cpp_worker.py",
-        settings={"flash_attention": False, "widened": False, **changes},
-        about=f"{about}, KV cache in f16",
+        settings={"flash_attention": False, "widened": False, "cache": cache, **changes},
+        about=f"{about}, KV cache in {cache}",
         modules=("llama_cpp", "numpy"),
         install='CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp-python',
     )
@@ -124,10 +124,11 @@ STACKS = {
         ),
         _diptych(
             "int8",
-            "the same with activations rounded to 8 bits",
+            "as diptych-native, activations rounded to 8 bits",
             weights="native",
             activations="int8",
         ),
+        _diptych("kv8", "as diptych-native, KV cache in int8", weights="native", kv_dtype="int8"),
         _diptych_in("f32"),
         _diptych_in("bf16"),
         _transformers("f32", compiled=False),
@@ -138,6 +139,7 @@ STACKS = {
         _vllm("bf16", compiled=True),
         _llama_cpp("", "weights as the file stores them"),
         _llama_cpp("-flash", "weights as the file stores them, flash attention", flash_attention=True),
+        _llama_cpp("-q8", "weights as the file stores them, flash attention", "q8_0", flash_attention=True),
         _llama_cpp("-f32", "weights widened to f32", widened=True),
     )
 }

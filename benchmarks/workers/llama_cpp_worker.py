@@ -1,4 +1,5 @@
-"""llama.cpp as a worker, through the C API in llama-cpp-python: the same GGUF file as it is, or widened to f32; f16 keys and values.
+"""llama.cpp as a worker, through the C API in llama-cpp-python: the same GGUF file as it is, or widened to f32; keys and values in
+f16 or q8_0.
 
 A batch is as many sequences of one context, each with cache cells of its own.
 """
@@ -13,11 +14,11 @@ import numpy as np
 from protocol import serve
 
 F32 = 0  # llama_ftype: all tensors f32
-F16 = 1  # ggml_type
+CACHES = {"f16": 1, "q8_0": 8}  # ggml_type
 
 
 class LlamaCpp:
-    def __init__(self, model, threads, flash_attention, widened):
+    def __init__(self, model, threads, flash_attention, widened, cache):
         self._quiet = L.llama_log_callback(lambda *_: None)  # held here: the library keeps only its address
         L.llama_log_set(self._quiet, None)
         L.llama_backend_init()
@@ -31,7 +32,7 @@ class LlamaCpp:
             if not self.model:
                 raise RuntimeError(f"llama.cpp can't load {model}")
             seconds = time.perf_counter() - began
-        self.threads, self.flash_attention = threads, flash_attention
+        self.threads, self.flash_attention, self.cache = threads, flash_attention, CACHES[cache]
         self.vocab_size = L.llama_vocab_n_tokens(L.llama_model_get_vocab(self.model))
         self.info = {"load_seconds": seconds, "vocab_size": self.vocab_size, "versions": {"llama-cpp-python": L.__version__}}
         self._key = self._context = self._memory = self._batch = self._first = None
@@ -46,7 +47,7 @@ class LlamaCpp:
         params = L.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified = rows * (-(-slots // 256) * 256), rows, False
         params.n_threads = params.n_threads_batch = self.threads
-        params.type_k = params.type_v = F16
+        params.type_k = params.type_v = self.cache
         params.flash_attn_type = int(self.flash_attention)
         params.no_perf = True
         self._context = L.llama_init_from_model(self.model, params)
