@@ -23,10 +23,12 @@ struct Attend {
   float scale, softcap;           // softcap 0: none
   int64_t window;                 // 0: none
   Layout layout;
-  bool bf16;                      // of the cache; else f32
+  bool bf16;                      // of the cache; else f32, or int8
   bool rounded;                   // queries and weights of values to bf16, in front of their products
   int64_t layer, X, S;            // of L; rows or pages of the arrays, slots of each
   char *keys, *values;            // [L, X, K, H, S] and [L, X, K, S, V]
+  int64_t channels;               // of a head that share a scale, a multiple of 16 that divides H and V: the cache is of int8; 0: it is not
+  uint16_t *key_scales, *value_scales;  // f16: [L, X, K, H / channels, S] and [L, X, K, S, V / channels]
   const int32_t *rows, *table;    // [B]; [B, M], pages
   int64_t M;
   const int32_t *start, *count;   // [B]: tokens held before, and new ones

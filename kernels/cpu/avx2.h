@@ -118,6 +118,8 @@ inline void store_bytes(int8_t* p, Ints x) {
 inline __m128i sixteen(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline __m128i eight(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
 inline Floats from_half(const uint16_t* p) { return {_mm256_cvtph_ps(sixteen(p)), _mm256_cvtph_ps(sixteen(p + 8))}; }
+inline float from_half(uint16_t x) { return _cvtsh_ss(x); }
+inline uint16_t to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 inline __m256 wide(__m128i halves) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16)); }
 inline Floats from_bfloat(const uint16_t* p) { return {wide(sixteen(p)), wide(sixteen(p + 8))}; }
 inline Floats from_unsigned(const uint8_t* p) {

@@ -74,6 +74,8 @@ inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Ints round_to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline void store_bytes(int8_t* p, Ints a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
 inline Floats from_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline float from_half(uint16_t x) { return _cvtsh_ss(x); }
+inline uint16_t to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 inline __m512i words(const uint16_t* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Floats from_bfloat(const uint16_t* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(words(p), 16))}; }
 inline Floats from_unsigned(const uint8_t* p) {
