@@ -57,6 +57,8 @@ inline float largest_size(Floats a, Floats b) {  // as integers the bits of what
   std::memcpy(&size, &bits, 4);
   return size;
 }
+inline Ints load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Floats picked(Floats a, Ints index) { return {_mm512_permutexvar_ps(index.v, a.v)}; }  // of the 16, by number
 inline float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
 inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
