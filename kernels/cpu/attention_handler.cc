@@ -114,7 +114,9 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
     int64_t longest = 0;
     for (int64_t b = 0; b < B; ++b) longest = std::max<int64_t>(longest, a.limit[b] + 1);
     if (a.window) longest = std::min(longest, a.window);
-    parts = std::clamp<int64_t>(longest / kSplit, 1, kParts);
+    // A part of int8 should be long, see `kLongestCodes`: there are some for each thread, and no more.
+    const int64_t most = int8 ? std::clamp<int64_t>(6 * pool.num_threads() / lanes, 1, kParts) : kParts;
+    parts = std::clamp<int64_t>(longest / kSplit, 1, most);
   }
   const int64_t rows_most = span * G, floats = rows_most * (2 + a.V);
   const auto partial = [&](float* memory) { return Partial{memory, memory + rows_most, memory + 2 * rows_most}; };
