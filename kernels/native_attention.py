@@ -8,13 +8,14 @@ from kernels.attention import Scoring
 from kernels.heads import Heads
 
 LAYOUTS = ("dense", "ring", "paged")
+SCALES = 16  # arguments in front of them
 
 
 def attend_cache(
     q: jax.Array | Heads,
     new: tuple[jax.Array, jax.Array] | None,
-    keys: jax.Array,
-    values: jax.Array,
+    keys: tuple[jax.Array, ...],
+    values: tuple[jax.Array, ...],
     layer: jax.Array | int,
     rows: jax.Array | None,
     table: jax.Array | None,
@@ -25,15 +26,16 @@ def attend_cache(
     layout: str,
     after: bool,
     rounded: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Writes a call's keys and values in place, and answers its queries.
 
     Args:
       q: [B, T, N, H]; or queries, keys and values in one, which are split, normed (by scales [H]) and rotated here. Those are written, and
         `after` must be set.
       new: keys [B, T', K, H] and values [B, T', K, V], or None to read only, or with `Heads`.
-      keys: [L, X, K, H, S], f32 or the bits of bf16 as uint16; X rows or pages.
-      values: [L, X, K, S, V], likewise.
+      keys: [L, X, K, H, S], f32 or the bits of bf16 as uint16; X rows or pages. Or int8 and, as uint16, the bits of f16 scales
+        [L, X, K, H / C, S], each of C channels, a multiple of 16; see `kv.codec`.
+      values: [L, X, K, S, V], likewise; scales are [L, X, K, S, V / C].
       layer: which of the L.
       rows: int32 [B], the cache's row of each; None: row b is row b.
       table: int32 [B, M], the pages of each row; None: rows have slots of their own.
@@ -49,7 +51,7 @@ def attend_cache(
       [B, T, N, V] in q's dtype, 0 where a query sees nothing; keys; values.
     """
     f32, i32 = jnp.float32, jnp.int32
-    K, H, V = keys.shape[2], keys.shape[3], values.shape[-1]
+    (_, _, K, H, _), V = keys[0].shape, values[0].shape[-1]
     heads = q if isinstance(q, Heads) else Heads(q, None, None, None, 0.0)
     q = heads.qkv
     B, T, *_ = q.shape
@@ -60,15 +62,12 @@ def attend_cache(
     rows = jnp.arange(B, dtype=i32) if rows is None else rows
     table = jnp.zeros((B, 0), i32) if table is None else table
     sinks = jnp.zeros((0,), f32) if scoring.sinks is None else scoring.sinks.reshape(-1).astype(f32)
-    out, keys, values = cpu.call(
+    held, scales = (keys[0], values[0]), (*keys[1:], *values[1:])
+    written = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (*held, *scales)]
+    out, *written = cpu.call(
         "diptych_attend",
-        (
-            jax.ShapeDtypeStruct((B, T, N, V), f32),
-            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
-            jax.ShapeDtypeStruct(values.shape, values.dtype),
-        ),
-        keys,
-        values,
+        (jax.ShapeDtypeStruct((B, T, N, V), f32), *written),
+        *held,
         q.astype(f32),
         new_keys.astype(f32),
         new_values.astype(f32),
@@ -83,7 +82,8 @@ def attend_cache(
         count,
         limit,
         sinks,
-        aliases={0: 1, 1: 2},
+        *scales,
+        aliases={0: 1, 1: 2} | {SCALES + i: 3 + i for i in range(len(scales))},
         layout=LAYOUTS.index(layout),
         window=scoring.window or 0,
         scale=float(scoring.scale),
@@ -92,4 +92,4 @@ def attend_cache(
         after=int(after),
         rounded=int(rounded),
     )
-    return out.astype(q.dtype), keys, values
+    return out.astype(q.dtype), tuple(written[::2]), tuple(written[1::2])

@@ -29,8 +29,9 @@ class Format:
       group: channels of a head that share a scale; of the quantized formats.
       page_size: C, tokens per page of a pool that all rows share; None gives every row slots of its own.
       margin: tokens that a row can be rewound by: layers with a window keep that many besides it.
-      kernels: "native" has keys and values of f32 and bf16 written and read by `kernels.cpu`; "pallas" has them read by Pallas kernels, for
-        which each head fills rows of `lanes` by itself; "xla" by what JAX compiles. `kernels_of` says which layers that is done for.
+      kernels: "native" has keys and values of f32, bf16 and int8 (in groups of 16 channels and more) written and read by `kernels.cpu`;
+        "pallas" has them read by Pallas kernels, for which each head fills rows of `lanes` by itself; "xla" by what JAX compiles.
+        `kernels_of` says which layers that is done for.
       round_queries: native kernels round queries, and the weights that values are added up with, to bf16, as keys and values of a bf16
         cache are: processors that multiply bf16 then answer prompts almost twice as fast.
       interpret: run Pallas kernels step by step, on any platform; for tests.
@@ -116,8 +117,11 @@ class Format:
             return "xla", None
         if isinstance(spec, LatentSpec):
             return "xla", "latent attention"
-        if not isinstance(self.codec, Plain) or self.dtype.itemsize < 2:
+        int8 = self.kernels == "native" and self.dtype == np.int8
+        if not int8 and (not isinstance(self.codec, Plain) or self.dtype.itemsize < 2):
             return "xla", f"a cache of {self.dtype.name}"
+        if int8 and self.group % 16:
+            return "xla", f"a cache of int8 in groups of {self.group}"
         if self.kernels == "native":
             return ("native", None) if placement is None else ("xla", "several devices")
         if self.dtype == np.float16:

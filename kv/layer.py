@@ -230,11 +230,11 @@ class KeyValueLayer(Layer):
     def attend_native(self, q: jax.Array | Heads, new, step, spec, weights, whole):
         """`attend_here` by the native kernel; `Heads` bring the new rows with them."""
         keys, values = self.tensors["k"], self.tensors["v"]
-        out, *written = attend_cache(
+        out, held_keys, held_values = attend_cache(
             q,
             new,
-            keys.parts[0],
-            values.parts[0],
+            keys.parts,
+            values.parts,
             self.layer,
             step.rows,
             step.tables[self.layout.group] if self.layout.kind == "paged" else None,
@@ -246,7 +246,7 @@ class KeyValueLayer(Layer):
             after=whole,
             rounded=self.round_queries,
         )
-        tensors = {"k": keys.replace(parts=(written[0],)), "v": values.replace(parts=(written[1],))}
+        tensors = {"k": keys.replace(parts=held_keys), "v": values.replace(parts=held_values)}
         return out, self.replace(tensors=tensors)
 
     def _answered(self, query, new, step, spec, weights):

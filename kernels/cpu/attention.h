@@ -9,6 +9,7 @@ enum class Layout : int32_t { kDense, kRing, kPaged };
 
 constexpr int kSlots = 64;          // read at a time by many queries
 constexpr int kLongest = 512;       // by few
+constexpr int kLongestCodes = 1024; // of a cache of int8: elements of keys lie in pieces of that many bytes
 constexpr int kQueryRows = 48;      // queries of one KV head that share a pass over the slots
 constexpr int64_t kSplit = 256;     // slots of a part at least, where the positions of one query are cut in parts for several threads
 
@@ -23,10 +24,12 @@ struct Attend {
   float scale, softcap;           // softcap 0: none
   int64_t window;                 // 0: none
   Layout layout;
-  bool bf16;                      // of the cache; else f32
+  bool bf16;                      // of the cache; else f32, or int8
   bool rounded;                   // queries and weights of values to bf16, in front of their products
   int64_t layer, X, S;            // of L; rows or pages of the arrays, slots of each
   char *keys, *values;            // [L, X, K, H, S] and [L, X, K, S, V]
+  int64_t channels;               // of a head that share a scale, a multiple of 16 that divides H and V: the cache is of int8; 0: it is not
+  uint16_t *key_scales, *value_scales;  // f16: [L, X, K, H / channels, S] and [L, X, K, S, V / channels]
   const int32_t *rows, *table;    // [B]; [B, M], pages
   int64_t M;
   const int32_t *start, *count;   // [B]: tokens held before, and new ones

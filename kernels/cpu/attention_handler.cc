@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kParts = 8;  // at most, of one query's positions
 
 // New keys and values into a cache, and answers from it. keys [L, X, K, H, S] and values [L, X, K, S, V], f32 or the bits of bf16, are written
-// in place. `after`: queries see the new rows in the cache, else (they may overwrite what is seen) as they are given. q is [B, T, N, H];
+// in place; or of int8, when the rest of the arguments and of the results are the bits of their f16 scales. `after`: queries see the new rows in the cache, else (they may overwrite what is seen) as they are given. q is [B, T, N, H];
 // or queries, keys and values in one, [B, T, K, G + 2, H], while new_keys and new_values have no tokens. Only those are normed and rotated, see
 // `Attend`: norms have no elements or H, cos and sin are [B, T, dim].
 ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, float scale, float softcap, float eps, int32_t after,
@@ -23,7 +23,8 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
                        ffi::Buffer<ffi::F32> q_norm, ffi::Buffer<ffi::F32> k_norm, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
                        ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> start,
                        ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> limit, ffi::Buffer<ffi::F32> sinks,
-                       ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> keys_out, ffi::Result<ffi::AnyBuffer> values_out) {
+                       ffi::RemainingArgs scales, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> keys_out, ffi::Result<ffi::AnyBuffer> values_out,
+                       ffi::RemainingRets scales_out) {
   const auto kd = keys.dimensions(), vd = values.dimensions(), qd = q.dimensions(), nd = new_keys.dimensions(), td = table.dimensions();
   const auto cd = cos.dimensions(), sd = sin.dimensions();
   const bool joined = qd.size() == 5;
@@ -51,9 +52,29 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
   if (!joined && (q_norm.element_count() || k_norm.element_count() || a.dim)) return Wrong("only joined queries and keys are normed and rotated");
   if (keys.element_type() != values.element_type()) return Wrong("keys and values are of different formats");
   a.bf16 = keys.element_type() == ffi::DataType::U16;
-  if (!a.bf16 && keys.element_type() != ffi::DataType::F32) return Wrong("attention reads caches of f32, or of bf16's bits");
+  const bool int8 = keys.element_type() == ffi::DataType::S8;
+  if (!a.bf16 && !int8 && keys.element_type() != ffi::DataType::F32) return Wrong("attention reads caches of f32, of bf16's bits or of int8");
+  if (scales.size() != (int8 ? 2 : 0) || scales_out.size() != scales.size()) return Wrong("keys and values of int8 have scales, others none");
   if (keys_out->untyped_data() != keys.untyped_data() || values_out->untyped_data() != values.untyped_data()) {
     return Wrong("the cache must be written in place");
+  }
+  if (int8) {
+    const auto of_keys = scales.get<ffi::Buffer<ffi::U16>>(0), of_values = scales.get<ffi::Buffer<ffi::U16>>(1);
+    auto keys_to = scales_out.get<ffi::Buffer<ffi::U16>>(0), values_to = scales_out.get<ffi::Buffer<ffi::U16>>(1);
+    if (!of_keys || !of_values || !keys_to || !values_to) return Wrong("scales are the bits of f16");
+    const auto ks = of_keys->dimensions(), vs = of_values->dimensions();
+    if (ks.size() != 5 || vs.size() != 5 || ks[3] < 1 || !std::equal(kd.begin(), kd.begin() + 3, ks.begin()) || ks[4] != a.S ||
+        !std::equal(vd.begin(), vd.begin() + 4, vs.begin())) {
+      return Wrong("scales do not fit the keys and values");
+    }
+    a.channels = a.H / ks[3];
+    if (a.channels == 0 || a.channels % 16 || a.channels * ks[3] != a.H || a.channels * vs[4] != a.V) {
+      return Wrong("a scale is of a multiple of 16 channels, of keys and of values alike");
+    }
+    if ((*keys_to)->untyped_data() != of_keys->untyped_data() || (*values_to)->untyped_data() != of_values->untyped_data()) {
+      return Wrong("the cache must be written in place");
+    }
+    a.key_scales = (*keys_to)->typed_data(), a.value_scales = (*values_to)->typed_data();
   }
   a.layout = static_cast<Layout>(layout);
   a.layer = layer.typed_data()[0];
@@ -93,7 +114,9 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
     int64_t longest = 0;
     for (int64_t b = 0; b < B; ++b) longest = std::max<int64_t>(longest, a.limit[b] + 1);
     if (a.window) longest = std::min(longest, a.window);
-    parts = std::clamp<int64_t>(longest / kSplit, 1, kParts);
+    // A part of int8 should be long, see `kLongestCodes`: there are some for each thread, and no more.
+    const int64_t most = int8 ? std::clamp<int64_t>(6 * pool.num_threads() / lanes, 1, kParts) : kParts;
+    parts = std::clamp<int64_t>(longest / kSplit, 1, most);
   }
   const int64_t rows_most = span * G, floats = rows_most * (2 + a.V);
   const auto partial = [&](float* memory) { return Partial{memory, memory + rows_most, memory + 2 * rows_most}; };
@@ -173,6 +196,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DiptychAttend, diptych::AttendCache,
                            .Arg<ffi::Buffer<ffi::S32>>()
                            .Arg<ffi::Buffer<ffi::S32>>()
                            .Arg<ffi::Buffer<ffi::F32>>()
+                           .RemainingArgs()
                            .Ret<ffi::Buffer<ffi::F32>>()
                            .Ret<ffi::AnyBuffer>()
-                           .Ret<ffi::AnyBuffer>());
+                           .Ret<ffi::AnyBuffer>()
+                           .RemainingRets());

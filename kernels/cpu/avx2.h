@@ -79,6 +79,15 @@ inline float largest_size(Floats x, Floats y) {  // as integers the bits of what
   std::memcpy(&size, &found, 4);
   return size;
 }
+inline Ints load(const int32_t* p) {
+  const auto* q = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+inline __m256 picked(Floats x, __m256i index) {
+  const __m256 above = _mm256_castsi256_ps(_mm256_cmpgt_epi32(index, _mm256_set1_epi32(7)));
+  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(x.a, index), _mm256_permutevar8x32_ps(x.b, index), above);
+}
+inline Floats picked(Floats x, Ints index) { return {picked(x, index.a), picked(x, index.b)}; }  // of the 16, by number
 inline float largest(Floats x) {
   float each[8];
   _mm256_storeu_ps(each, _mm256_max_ps(x.a, x.b));
@@ -118,6 +127,8 @@ inline void store_bytes(int8_t* p, Ints x) {
 inline __m128i sixteen(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline __m128i eight(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
 inline Floats from_half(const uint16_t* p) { return {_mm256_cvtph_ps(sixteen(p)), _mm256_cvtph_ps(sixteen(p + 8))}; }
+inline float from_half(uint16_t x) { return _cvtsh_ss(x); }
+inline uint16_t to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 inline __m256 wide(__m128i halves) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16)); }
 inline Floats from_bfloat(const uint16_t* p) { return {wide(sixteen(p)), wide(sixteen(p + 8))}; }
 inline Floats from_unsigned(const uint8_t* p) {

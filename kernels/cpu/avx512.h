@@ -57,6 +57,8 @@ inline float largest_size(Floats a, Floats b) {  // as integers the bits of what
   std::memcpy(&size, &bits, 4);
   return size;
 }
+inline Ints load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Floats picked(Floats a, Ints index) { return {_mm512_permutexvar_ps(index.v, a.v)}; }  // of the 16, by number
 inline float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
 inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
@@ -74,6 +76,8 @@ inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Ints round_to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline void store_bytes(int8_t* p, Ints a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
 inline Floats from_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline float from_half(uint16_t x) { return _cvtsh_ss(x); }
+inline uint16_t to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 inline __m512i words(const uint16_t* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Floats from_bfloat(const uint16_t* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(words(p), 16))}; }
 inline Floats from_unsigned(const uint8_t* p) {

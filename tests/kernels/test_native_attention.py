@@ -31,6 +31,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     rounded: bool = False
+    group: int = 32
 
     @property
     def layers(self) -> Any:
@@ -45,6 +46,7 @@ class Case:
     def cache(self, kernels: str) -> kv.Cache:
         """Of nan, wherever nothing was written."""
         more = {"page_size": PAGE} if self.layout == "paged" else {}
+        more["group"] = self.group
         more["round_queries"] = self.rounded and kernels == "native"
         format = kv.Format.for_platform("cpu", np.dtype(self.dtype), margin=8, kernels=kernels, **more)
         width = -(-CAPACITY // PAGE)
@@ -52,7 +54,8 @@ class Case:
         cache = kv.init(self.layers, BATCH, CAPACITY, format, pools or None)
         rng = np.random.default_rng(1)
         tables = tuple(jnp.asarray(rng.permutation(pool)[: BATCH * width].reshape(BATCH, width), jnp.int32) for pool in pools)
-        poison = jax.tree.map(lambda a: jnp.full_like(a, 0x7FC0 if a.dtype == jnp.uint16 else jnp.nan), cache.stores)
+        bits = {jnp.uint16: 0x7FC0, jnp.int8: -128}  # of bf16 and of f16 a nan
+        poison = jax.tree.map(lambda a: jnp.full_like(a, bits.get(a.dtype.type, jnp.nan)), cache.stores)
         return cache.replace(stores=poison, tables=tables)
 
     @property
@@ -66,6 +69,11 @@ CASES = {
     "ring, soft cap": Case("dense", np.float32, (4, 1, 80), window=20, softcap=30.0),
     "ring, bf16": Case("dense", jnp.bfloat16, (4, 1, 256), window=20),
     "pages": Case("paged", np.float32, (6, 2, 24)),
+    "dense, int8": Case("dense", jnp.int8, (9, 3, 64)),
+    "dense, int8, one group, sinks": Case("dense", jnp.int8, (4, 2, 128), sinks=True, group=128),
+    "ring, int8": Case("dense", jnp.int8, (5, 1, 80), window=20, group=16),
+    "pages, int8, soft cap": Case("paged", jnp.int8, (7, 1, 64), softcap=30.0, group=16),
+    "pages, int8, window": Case("paged", jnp.int8, (6, 2, 192), window=20, group=64),
     "pages, window, bf16, all": Case("paged", jnp.bfloat16, (6, 2, 64), window=20, softcap=5.0, sinks=True),
 }
 
