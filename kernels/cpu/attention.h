@@ -8,8 +8,7 @@ namespace diptych {
 enum class Layout : int32_t { kDense, kRing, kPaged };
 
 constexpr int kSlots = 64;          // read at a time by many queries
-constexpr int kLongest = 512;       // by few
-constexpr int kLongestCodes = 1024; // of a cache of int8: elements of keys lie in pieces of that many bytes
+constexpr int kLongest = 1024;      // by few: elements of keys lie in pieces of that many slots
 constexpr int kQueryRows = 48;      // queries of one KV head that share a pass over the slots
 constexpr int64_t kSplit = 256;     // slots of a part at least, where the positions of one query are cut in parts for several threads
 

@@ -114,8 +114,8 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
     int64_t longest = 0;
     for (int64_t b = 0; b < B; ++b) longest = std::max<int64_t>(longest, a.limit[b] + 1);
     if (a.window) longest = std::min(longest, a.window);
-    // A part of int8 should be long, see `kLongestCodes`: there are some for each thread, and no more.
-    const int64_t most = int8 ? std::clamp<int64_t>(6 * pool.num_threads() / lanes, 1, kParts) : kParts;
+    // A part should be long, see `kLongest`: there are some for each thread, and no more.
+    const int64_t most = std::clamp<int64_t>(6 * pool.num_threads() / lanes, 1, kParts);
     parts = std::clamp<int64_t>(longest / kSplit, 1, most);
   }
   const int64_t rows_most = span * G, floats = rows_most * (2 + a.V);
