@@ -207,6 +207,8 @@ JOINED = {
     "ring, nothing is rotated": Joined(Case("dense", np.float32, (4, 2, 40), window=20), 0, norms=True),
     "pages, odd sizes": Joined(Case("paged", np.float32, (6, 2, 37)), 22, norms=True),
     "pages, one query a key, bf16": Joined(Case("paged", jnp.bfloat16, (3, 3, 128), window=20), 128, norms=True),
+    "dense, norms, int8": Joined(Case("dense", jnp.int8, (6, 2, 64)), 64, norms=True),
+    "pages, int8": Joined(Case("paged", jnp.int8, (3, 1, 96), window=20, group=16), 48, norms=False),
     "nothing but split": Joined(Case("dense", np.float32, (5, 1, 24)), 0, norms=False),
 }
 
@@ -223,8 +225,8 @@ def read_again(cache: kv.Cache, heads: Heads, step: Step, spec: AttentionSpec, s
 
 
 def joined_course(joined: Joined, calls: list[tuple[int, list[int]]], kernels: str) -> list[tuple[np.ndarray, Any, list[np.ndarray]]]:
-    """Of calls of T tokens, of which each row has so many: the answers, those that XLA gives from the same cache of bf16 after it, and what
-    the cache holds then."""
+    """Of calls of T tokens, of which each row has so many: the answers, those that XLA gives from the same cache of bf16 or int8 after it,
+    and what the cache holds then."""
     case = joined.case
     N, K, _ = case.heads
     rng = np.random.default_rng(0)
@@ -239,11 +241,12 @@ def joined_course(joined: Joined, calls: list[tuple[int, list[int]]], kernels: s
         with jax.default_matmul_precision("highest"):
             out, cache = attend_joined(cache, heads, step, case.spec, sinks)
         again, stored = None, jax.tree.leaves(cache.stores)
-        if kernels == "native" and case.dtype == jnp.bfloat16:
+        if kernels == "native" and case.dtype != np.float32:
             as_xla = jax.tree.unflatten(jax.tree.structure(case.cache("xla")), jax.tree.leaves(cache))
             with jax.default_matmul_precision("highest"):
                 again = np.asarray(read_again(as_xla, heads, step, case.spec, sinks))
-        found.append((np.asarray(out), again, [np.array(x.view(jnp.bfloat16) if x.dtype == jnp.uint16 else x, np.float32) for x in stored]))
+        as_number = jnp.float16 if case.dtype == jnp.int8 else jnp.bfloat16
+        found.append((np.asarray(out), again, [np.array(x.view(as_number) if x.dtype == jnp.uint16 else x, np.float32) for x in stored]))
         held = held + count
     return found
 
@@ -257,14 +260,16 @@ COUNTS = st.lists(st.integers(0, 30), min_size=BATCH, max_size=BATCH)
 @example([(9, [9, 0, 6]), (1, [1, 1, 0]), (30, [30, 7, 30]), (1, [1, 1, 1])])
 @given(st.lists(st.tuples(st.sampled_from([1, 9, 30]), COUNTS), min_size=1, max_size=5))
 def test_joined_queries_keys_and_values_are_split_normed_and_rotated_alike(joined, name, calls):
-    """In bf16 the noise of f32 can turn the rounding of a key the other way, so answers are compared with those from the same cache."""
+    """In bf16 and int8 the noise of f32 can turn the rounding of a key the other way, so answers are compared with those from the same
+    cache."""
     with instructions(name):
         native = joined_course(joined, calls, "native")
     for (out, again, held), (wanted, _, wanted_held) in zip(native, joined_course(joined, calls, "xla"), strict=True):
         wanted = wanted if again is None else again
         np.testing.assert_allclose(out, wanted, atol=TOLERANCE * max(1.0, np.abs(wanted).max()) * 4)
         for a, b in zip(held, wanted_held, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-6 if again is None else 2**-7)
+            code = joined.case.dtype == jnp.int8 and np.abs(b[np.isfinite(b)]).max(initial=0) > 100  # a scale is small
+            np.testing.assert_allclose(a, b, atol=1 if code else 1e-6, rtol=1e-6 if again is None or code else 2**-7)
             assert np.mean(~np.isclose(a, b, atol=1e-6, rtol=1e-6, equal_nan=True)) < 1e-3
 
 
@@ -289,11 +294,12 @@ BAD = {
 
 
 def attend_sizes(new: Any = None, after: bool = True, **sizes: tuple[int, ...]) -> None:
+    """A call with arrays of `GOOD` sizes but these."""
     qkv, q_norm, k_norm, cos, sin, values = (jnp.ones(size) for size in (GOOD | sizes).values())
     each, limit = jnp.ones((2,), jnp.int32), jnp.zeros((2, 3), jnp.int32)
     heads, keys = Heads(qkv, q_norm, k_norm, (cos, sin), 1e-5), jnp.ones((1, 2, 2, 8, 4))
     call = jax.jit(
-        lambda keys, values: attend_cache(heads, new, keys, values, 0, None, None, each, each, limit, Scoring(1.0), "dense", after)
+        lambda keys, values: attend_cache(heads, new, (keys,), (values,), 0, None, None, each, each, limit, Scoring(1.0), "dense", after)
     )
     jax.block_until_ready(call(keys, values))
 
@@ -303,3 +309,139 @@ def test_joined_arrays_that_do_not_fit_are_refused():
     for changed, message in BAD.values():
         with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
             attend_sizes(**changed)
+
+
+GOOD_INT8 = {
+    "k": ((1, 2, 2, 32, 4), "i1"),
+    "k_scales": ((1, 2, 2, 2, 4), "u2"),
+    "v": ((1, 2, 2, 4, 48), "i1"),
+    "v_scales": ((1, 2, 2, 4, 3), "u2"),
+}
+BAD_INT8 = {
+    "scales of other slots": ({"k_scales": ((1, 2, 2, 2, 5), "u2")}, "scales do not fit the keys and values"),
+    "scales of other rows": ({"v_scales": ((1, 3, 2, 4, 3), "u2")}, "scales do not fit the keys and values"),
+    "scales of no axes": ({"v_scales": ((4, 3), "u2")}, "scales do not fit the keys and values"),
+    "no scale": ({"k_scales": ((1, 2, 2, 0, 4), "u2")}, "scales do not fit the keys and values"),
+    "groups of 8": ({"k_scales": ((1, 2, 2, 4, 4), "u2")}, "a scale is of a multiple of 16 channels"),
+    "more scales than channels": ({"k_scales": ((1, 2, 2, 64, 4), "u2")}, "a scale is of a multiple of 16 channels"),
+    "other groups of values": ({"v_scales": ((1, 2, 2, 4, 1), "u2")}, "a scale is of a multiple of 16 channels"),
+    "scales in f32": ({"v_scales": ((1, 2, 2, 4, 3), "f4")}, "scales are the bits of f16"),
+    "scales of floats": (
+        {"k": ((1, 2, 2, 32, 4), "f4"), "v": ((1, 2, 2, 4, 48), "f4")},
+        "keys and values of int8 have scales, others none",
+    ),
+    "values in f32": ({"v": ((1, 2, 2, 4, 48), "f4")}, "keys and values are of different formats"),
+    "codes without a sign": (
+        {"k": ((1, 2, 2, 32, 4), "u1"), "v": ((1, 2, 2, 4, 48), "u1")},
+        "attention reads caches of f32, of bf16's bits or",
+    ),
+}
+
+
+def test_scales_that_do_not_fit_are_refused():
+    each, limit = jnp.ones((2,), jnp.int32), jnp.zeros((2, 3), jnp.int32)
+
+    def attend_arrays(scales: bool = True, **changed: Any) -> None:
+        k, k_scales, v, v_scales = (jnp.zeros(*array) for array in (GOOD_INT8 | changed).values())
+        keys, values = ((k, k_scales), (v, v_scales)) if scales else ((k,), (v,))
+        q = jnp.ones((2, 3, 4, 32))
+        call = jax.jit(lambda k, v: attend_cache(q, None, k, v, 0, None, None, each, each, limit, Scoring(1.0), "dense", after=True))
+        jax.block_until_ready(call(keys, values))
+
+    attend_arrays()
+    for changed, message in (*BAD_INT8.values(), ({"scales": False}, "keys and values of int8 have scales, others none")):
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
+            attend_arrays(**changed)
+
+
+def ties(rng: np.random.Generator, rows: int, group: int) -> np.ndarray:
+    """Numbers halfway between two codes, and largest ones around those that lie halfway between two f16 scales."""
+    scales = rng.integers(1, 0x7BFE, rows).astype(np.uint16)
+    low, high = (each.view(np.float16).astype(np.float64) for each in (scales, scales + np.uint16(1)))
+    largest = (127 * np.where(rng.random(rows) < 0.5, low, (low + high) / 2)).astype(np.float32)
+    largest = np.nextafter(largest, largest * rng.choice([0.5, 1, 2], rows).astype(np.float32))
+    some = (rng.integers(-127, 127, (rows, group)) + 0.5) * low[:, None]
+    some[:, 3] = largest
+    return some.astype(np.float32)
+
+
+NUMBERS = {
+    "normal": lambda rng, rows, group: rng.normal(size=(rows, group)) * np.exp(3 * rng.normal(size=(rows, 1))),
+    "ties": ties,
+    "zeros": lambda rng, rows, group: np.where(rng.random((rows, group)) < 0.5, 0.0, -0.0),
+    "denormal": lambda rng, rows, group: rng.normal(size=(rows, group)) * 10.0 ** -rng.integers(38, 45, (rows, 1)),
+    "scales that are denormal or 0": lambda rng, rows, group: rng.normal(size=(rows, group)) * 10.0 ** -rng.integers(4, 9, (rows, 1)),
+    "huge": lambda rng, rows, group: np.clip(rng.normal(size=(rows, group)) * 10.0 ** rng.integers(5, 38, (rows, 1)), -3e38, 3e38),
+    "infinite": lambda rng, rows, group: np.where(rng.random((rows, group)) < 0.1, rng.choice([-np.inf, np.inf], (rows, group)), 3.0),
+}
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["read from the cache", "read beside it"])
+@pytest.mark.parametrize("name", ["avx512", "avx2"])
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_rows_are_quantized_bit_for_bit_as_the_codec_does(numbers, name, after):
+    rng = np.random.default_rng(0)
+    K, T, group, width = 2, 70, 32, 96
+    codec = kv.Format.for_platform("cpu", np.dtype(np.int8), group=group).codec
+    new = [jnp.asarray(NUMBERS[numbers](rng, T * K * width // group, group).astype(np.float32).reshape(1, T, K, width)) for _ in range(2)]
+    held = [
+        jnp.zeros((1, 1, K, *shape), dtype) for shape, dtype in (((width, T), "i1"), ((3, T), "u2"), ((T, width), "i1"), ((T, 3), "u2"))
+    ]
+    start, count, limit = jnp.zeros((1,), jnp.int32), jnp.full((1,), T, jnp.int32), jnp.arange(T)[None].astype(jnp.int32)
+    q = jnp.zeros((1, T, K, width))
+    with instructions(name):
+        call = jax.jit(lambda k, v: attend_cache(q, new, k, v, 0, None, None, start, count, limit, Scoring(1.0), "dense", after=after))
+        out, keys, values = jax.block_until_ready(call(tuple(held[:2]), tuple(held[2:])))
+    wanted = [jax.jit(codec.encode)(each) for each in new]
+    for got, want in ((keys, wanted[0]), (values, wanted[1])):
+        for a, b in zip(got, want, strict=True):
+            a = np.asarray(a)[0, 0].transpose((2, 0, 1) if got is keys else (1, 0, 2))
+            np.testing.assert_array_equal(a, b[0])
+    if numbers in ("normal", "ties", "zeros"):  # queries of 0 weigh all that they see alike
+        mean = np.cumsum(codec.decode(wanted[1], -1)[0], axis=0) / np.arange(1, T + 1)[:, None, None]
+        np.testing.assert_allclose(out[0], mean, atol=TOLERANCE * np.abs(new[1]).max())
+
+
+@pytest.mark.parametrize("name", ["avx512", "avx2"])
+def test_a_nan_makes_its_groups_scale_one_and_no_other(name):
+    """Of what XLA's code of the codec makes of it the scale depends on the size of the array."""
+    x = np.full((1, 1, 1, 64), 12.7, np.float32)
+    x[..., 40] = np.nan
+    held = [jnp.zeros((1, 1, 1, *shape), dtype) for shape, dtype in (((64, 1), "i1"), ((2, 1), "u2"), ((1, 64), "i1"), ((1, 2), "u2"))]
+    start, count, limit = jnp.zeros((1,), jnp.int32), jnp.ones((1,), jnp.int32), jnp.zeros((1, 1), jnp.int32)
+    new = (jnp.asarray(x),) * 2
+    with instructions(name):
+        call = jax.jit(lambda k, v: attend_cache(new[0], new, k, v, 0, None, None, start, count, limit, Scoring(1.0), "dense", after=True))
+        _, *written = call(tuple(held[:2]), tuple(held[2:]))
+    for codes, scales in written:
+        np.testing.assert_array_equal(np.asarray(codes).ravel(), np.where(np.isnan(x.ravel()), 0, np.where(np.arange(64) < 32, 127, 13)))
+        np.testing.assert_array_equal(np.asarray(scales).ravel().view(np.float16), np.asarray([0.1, np.nan], np.float16))
+
+
+@pytest.mark.parametrize("name", ["avx512", "avx2"])
+@pytest.mark.parametrize("window", [None, 1500])
+@pytest.mark.parametrize("rows", [1, 3, 6, 7])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.int8])
+def test_thousands_of_tokens_are_read_in_parts_and_long_runs_without_changing_the_answer(dtype, rows, window, name):
+    rng = np.random.default_rng(rows)
+    K, H, V, S, held = 2, 32, 48, 2620, 2571
+    format = kv.Format.for_platform("cpu", np.dtype(dtype), group=16)
+    k, v = (jnp.asarray(rng.normal(size=(K, S, width)), jnp.float32) for width in (H, V))
+    keys, values = format.codec.encode(k), format.codec.encode(v)
+    k, v = (np.asarray(format.codec.decode(each, -1), np.float64)[:, :held] for each in (keys, values))
+    keys = [each.swapaxes(1, 2).at[:, :, held:].set(each.dtype.type(0x7E00) if each.dtype == jnp.uint16 else 99) for each in keys]
+    values = [each.at[:, held:].set(each.dtype.type(0x7E00) if each.dtype == jnp.uint16 else 99) for each in values]
+    q = rng.normal(size=(1, 1, K * rows, H)).astype(np.float32)
+    scores = q[0, 0].reshape(K, rows, H) @ k.swapaxes(1, 2)
+    if window:
+        scores[..., : held - window] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    wanted = (weights @ v) / weights.sum(-1, keepdims=True)
+    none, count, limit = jnp.zeros((1,), jnp.int32), jnp.full((1,), held, jnp.int32), jnp.full((1, 1), held - 1, jnp.int32)
+    scoring = Scoring(1.0, window=window)
+    with instructions(name):
+        call = jax.jit(
+            lambda k, v: attend_cache(jnp.asarray(q), None, k, v, 0, None, None, count, none, limit, scoring, "dense", after=True)
+        )
+        out, *_ = call(tuple(each[None, None] for each in keys), tuple(each[None, None] for each in values))
+    np.testing.assert_allclose(np.asarray(out).reshape(K, rows, V), wanted, atol=TOLERANCE * np.abs(v).max())

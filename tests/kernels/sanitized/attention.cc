@@ -21,6 +21,10 @@ void FuzzAttention(Random& random, bool avx512) {
   a.V = random.between(1, 80);
   a.layout = random.one_of({Layout::kDense, Layout::kRing, Layout::kPaged});
   a.bf16 = random.chance(50);
+  if (random.chance(40)) {  // int8
+    a.bf16 = false, a.channels = 16 * random.between(1, 4);
+    a.H = a.channels * random.between(1, 4), a.V = a.channels * random.between(1, 4);
+  }
   const bool joined = random.chance(40);
   if (joined) a.V = a.H;
   a.after = joined || random.chance(50);
@@ -48,21 +52,25 @@ void FuzzAttention(Random& random, bool avx512) {
   std::vector<int32_t> rows;
   for (int64_t b = 0; b < a.B; ++b) rows.push_back(static_cast<int32_t>(a.layout == Layout::kPaged ? b : a.X - 1 - b));
   const auto q = array<float>(a.B * a.T * a.N * a.H, [&] { return random.normal(); });
-  const int64_t bytes = layers * a.X * a.K * a.S * (a.bf16 ? 2 : 4);
+  const int64_t slots = layers * a.X * a.K * a.S, bytes = slots * (a.channels ? 1 : a.bf16 ? 2 : 4);
   auto keys = array<char>(bytes * a.H, [] { return 0xFF; }), values = array<char>(bytes * a.V, [] { return 0xFF; });
   a.q = q.data(), a.limit = limit.data(), a.rows = rows.data(), a.table = table.data(), a.start = start.data(), a.count = count.data();
   a.keys = keys.data(), a.values = values.data();
-  Describe("B %lld T %lld K %lld N %lld H %lld V %lld X %lld S %lld M %lld layout %d bf16 %d after %d joined %d softcap %g window %lld",
+  const auto scales = [&](int64_t width) { return array<uint16_t>(a.channels ? slots * (width / a.channels) : 0, [] { return 0xFFFF; }); };
+  auto key_scales = scales(a.H), value_scales = scales(a.V);
+  a.key_scales = key_scales.data(), a.value_scales = value_scales.data();
+  Describe("B %lld T %lld K %lld N %lld H %lld V %lld X %lld S %lld M %lld layout %d bf16 %d channels %lld after %d joined %d softcap %g window %lld",
            static_cast<long long>(a.B), static_cast<long long>(a.T), static_cast<long long>(a.K), static_cast<long long>(a.N),
            static_cast<long long>(a.H), static_cast<long long>(a.V), static_cast<long long>(a.X), static_cast<long long>(a.S),
-           static_cast<long long>(a.M), static_cast<int>(a.layout), a.bf16, a.after, joined, a.softcap, static_cast<long long>(a.window));
+           static_cast<long long>(a.M), static_cast<int>(a.layout), a.bf16, static_cast<long long>(a.channels), a.after, joined, a.softcap, static_cast<long long>(a.window));
 
   const auto append = [&](const Attend& call) {
     for (int64_t b = 0; b < a.B; ++b) {
       for (int64_t k = 0; k < a.K; ++k) kernels.append(call, b, k);
     }
   };
-  // Values are 1, and weights sum up to 1.
+  // Values are 1, and weights sum up to 1. In int8 that is 127 times the f16 that is nearest to 1 / 127.
+  const float value = a.channels ? 127 * 0.00787353515625f : 1;
   Attend past = a;  // what is held already, as one prompt; of a ring the tokens that are still there
   std::vector<int32_t> past_start, past_count;
   for (int64_t b = 0; b < a.B; ++b) {
@@ -108,7 +116,7 @@ void FuzzAttention(Random& random, bool avx512) {
         for (int64_t r = 0; r < many; ++r) {
           Check(std::isfinite(top[r]) && total[r] >= 0, "what is not held is not scored");
           for (int64_t v = 0; v < a.V; ++v) {
-            Check(std::abs(out[r * a.V + v] - total[r]) <= 1e-4f * total[r], "values of 1 are answered by 1");
+            Check(std::abs(out[r * a.V + v] - value * total[r]) <= 1e-4f * total[r], "values of 1 are answered by 1");
           }
         }
       }
