@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,6 +20,7 @@ class Layers:
 
 
 WIDE, NARROW = kv.LayerSpec(num_kv_heads=4, key_dim=8, value_dim=6), kv.LayerSpec(num_kv_heads=1, key_dim=8, value_dim=8)
+BROAD = kv.LayerSpec(num_kv_heads=2, key_dim=64, value_dim=32)
 HYBRID = Layers((WIDE, NARROW, WIDE, WIDE))
 LATENT = Layers((kv.LatentSpec(latent_dim=4, rope_dim=2, index_dim=3),) * 2)
 WINDOWED = Layers((dataclasses.replace(WIDE, window=4), WIDE))
@@ -237,6 +239,25 @@ def test_the_dense_kind_answers_as_the_one_that_stores_nothing_in_every_order(na
         assert np.asarray(array[place, jnp.asarray([0, 2])]).any(axis=(1, 2, 3)).all()
         assert not np.asarray(array[:place]).any()  # the other layers
         assert not np.asarray(array[place, 1]).any()  # the other row
+
+
+NATIVE = {
+    "f32": (np.float32, {}, WIDE, ("native", None)),
+    "bf16": (jnp.bfloat16, {}, WIDE, ("native", None)),
+    "int8": (np.int8, {}, BROAD, ("native", None)),
+    "int8, a scale for every 16": (np.int8, {"group": 16, "page_size": 8}, BROAD, ("native", None)),
+    "int8, a scale for every 8": (np.int8, {"group": 8}, WIDE, ("xla", "a cache of int8 in groups of 8")),
+    "int4": (ml_dtypes.int4, {}, BROAD, ("xla", "a cache of int4")),
+    "fp8": (ml_dtypes.float8_e4m3fn, {}, BROAD, ("xla", "a cache of float8_e4m3fn")),
+    "latent rows": (np.int8, {}, LATENT.cache_layers[0], ("xla", "latent attention")),
+}
+
+
+@pytest.mark.parametrize(("dtype", "more", "spec", "answered"), NATIVE.values(), ids=NATIVE)
+def test_native_kernels_answer_from_floats_and_from_int8_in_groups_of_16_and_more(dtype, more, spec, answered):
+    format = kv.Format.for_platform("cpu", np.dtype(dtype), kernels="native", **more)
+    assert format.kernels_of(spec) == answered
+    assert dataclasses.replace(format, kernels="xla").kernels_of(spec) == ("xla", None)
 
 
 EQUAL = dataclasses.replace(NARROW, window=4)

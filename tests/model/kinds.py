@@ -11,6 +11,7 @@ import numpy as np
 from flax import struct
 
 import kv
+from kernels import cpu
 from kv.codec import Codec
 from kv.fresh import Fresh
 from model import LayerConfig, MLPConfig, ModelConfig, Rope, Transformer, decode_step, prefill
@@ -148,6 +149,8 @@ def _kinds() -> dict[str, Kind]:
     for dtype in (BF16, INT8, INT4, FP8):
         for layout in ("ring", "dense", "paged"):
             kinds[f"gqa-{layout}-{dtype.name}"] = kind("gqa", layout, dtype, as_bits=True, group=8 if dtype == INT4 else 2)
+    for layout in layouts if cpu.instruction_set() is not None else ():
+        kinds[f"wide-{layout}-int8-native"] = kind("wide", layout, INT8, as_bits=True, group=16, kernels="native")
     kinds["gqa-ring-float8_e4m3fn-tpu"] = kind("gqa", "ring", FP8, key_order="SKH", value_order="SKH")
     kinds["mla-dense-int8"] = kind("mla", "dense", INT8, as_bits=True)
     kinds["mla-paged-float8_e4m3fn"] = kind("mla", "paged", FP8, as_bits=True)
