@@ -13,18 +13,20 @@ namespace {
 
 constexpr int64_t kParts = 8;  // at most, of one query's positions
 
-// New keys and values into a cache, and answers from it. keys [L, X, K, H, S] and values [L, X, K, S, V], f32 or the bits of bf16, are written
-// in place; or of int8, when the rest of the arguments and of the results are the bits of their f16 scales. `after`: queries see the new rows in the cache, else (they may overwrite what is seen) as they are given. q is [B, T, N, H];
-// or queries, keys and values in one, [B, T, K, G + 2, H], while new_keys and new_values have no tokens. Only those are normed and rotated, see
-// `Attend`: norms have no elements or H, cos and sin are [B, T, dim].
+// New keys and values into a cache, and answers from it. keys [L, X, K, H, S] and values [L, X, K, S, V], f32, the bits of bf16 or int8, are
+// written in place; so are the bits of int8's f16 scales, which are the rest of the arguments and of the results. `after`: queries see the new
+// rows in the cache, else (they may overwrite what is seen) as they are given. q is [B, T, N, H]; or queries, keys and values in one, [B, T, K,
+// G + 2, H], while new_keys and new_values have no tokens. Only those are normed and rotated, see `Attend`: norms have no elements or H, cos
+// and sin are [B, T, dim].
 ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, float scale, float softcap, float eps, int32_t after,
                        int32_t rounded,
-                       ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> new_keys, ffi::Buffer<ffi::F32> new_values,
+                       ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> new_keys,
+                       ffi::Buffer<ffi::F32> new_values,
                        ffi::Buffer<ffi::F32> q_norm, ffi::Buffer<ffi::F32> k_norm, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
                        ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> start,
                        ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> limit, ffi::Buffer<ffi::F32> sinks,
-                       ffi::RemainingArgs scales, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> keys_out, ffi::Result<ffi::AnyBuffer> values_out,
-                       ffi::RemainingRets scales_out) {
+                       ffi::RemainingArgs scales, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> keys_out,
+                       ffi::Result<ffi::AnyBuffer> values_out, ffi::RemainingRets scales_out) {
   const auto kd = keys.dimensions(), vd = values.dimensions(), qd = q.dimensions(), nd = new_keys.dimensions(), td = table.dimensions();
   const auto cd = cos.dimensions(), sd = sin.dimensions();
   const bool joined = qd.size() == 5;
@@ -35,7 +37,8 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
   a.B = qd[0], a.T = qd[1], a.K = kd[2], a.H = kd[3], a.V = vd[4], a.N = joined ? a.K * (qd[3] - 2) : qd[2];
   a.X = kd[1], a.S = kd[4], a.M = td[1], a.New = nd[1], a.dim = cd[2];
   const int64_t B = a.B;
-  if (qd[qd.size() - 1] != a.H || vd[0] != kd[0] || vd[1] != a.X || vd[2] != a.K || vd[3] != a.S || a.K == 0 || a.N < a.K || a.N % a.K || nd[0] != B ||
+  if (qd[qd.size() - 1] != a.H || vd[0] != kd[0] || vd[1] != a.X || vd[2] != a.K || vd[3] != a.S || a.K == 0 || a.N < a.K || a.N % a.K ||
+      nd[0] != B ||
       static_cast<int64_t>(new_keys.element_count()) != B * a.New * a.K * a.H ||
       static_cast<int64_t>(new_values.element_count()) != B * a.New * a.K * a.V || td[0] != B ||
       static_cast<int64_t>(rows.element_count()) != B || static_cast<int64_t>(start.element_count()) != B ||
@@ -47,7 +50,9 @@ ffi::Error AttendCache(ffi::ThreadPool pool, int32_t layout, int32_t window, flo
   for (const auto* norm : {&q_norm, &k_norm}) {
     if (norm->element_count() != 0 && static_cast<int64_t>(norm->element_count()) != a.H) return Wrong("a norm does not fit the heads");
   }
-  if (cd[0] != B || cd[1] != a.T || !std::equal(cd.begin(), cd.end(), sd.begin(), sd.end()) || a.dim % 2 || a.dim > a.H) return Wrong("angles do not fit the queries");
+  if (cd[0] != B || cd[1] != a.T || !std::equal(cd.begin(), cd.end(), sd.begin(), sd.end()) || a.dim % 2 || a.dim > a.H) {
+    return Wrong("angles do not fit the queries");
+  }
   if (joined && (qd[2] != a.K || a.V != a.H || a.New || !after)) return Wrong("queries, keys and values in one do not fit the cache");
   if (!joined && (q_norm.element_count() || k_norm.element_count() || a.dim)) return Wrong("only joined queries and keys are normed and rotated");
   if (keys.element_type() != values.element_type()) return Wrong("keys and values are of different formats");

@@ -17,16 +17,14 @@
 #include <cstdint>
 #include <thread>
 
-#include "xla/ffi/api/ffi.h"
-
 namespace diptych {
 
 class Team {
  public:
   // body(first, last, fresh) for pieces of [0, items), each of `piece` items but the last; returns when all are done. `fresh`: it is the first
-  // piece that this thread takes.
-  template <class Body>
-  static void Run(xla::ffi::ThreadPool& pool, int64_t items, int64_t piece, const Body& body) {
+  // piece that this thread takes. The pool, XLA's, says its `num_threads`, and runs what it is given by `Schedule`.
+  template <class Pool, class Body>
+  static void Run(Pool& pool, int64_t items, int64_t piece, const Body& body) {
     State& state = Get();
     const int64_t pieces = (items + piece - 1) / piece;
     const int threads = static_cast<int>(std::min<int64_t>({pieces, Cores(), pool.num_threads(), kMost}));
