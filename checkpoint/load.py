@@ -163,7 +163,7 @@ def _params(
         place, turn = (weight.place, None) if loop is None else loop.place(weight.place)
         if turn is not None:
             value = _in_stack(tree.get(place), value, turn, loop.times, weight, box, placement)
-        tree[place] = value
+        tree[place] = jax.block_until_ready(value)  # copies run beside this thread, and hold what they copy from
         made.add(weight.place)
         done += box.value.size * box.value.dtype.itemsize
         if progress is not None and progress.on_terminal:

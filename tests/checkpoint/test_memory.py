@@ -5,10 +5,15 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+
+import checkpoint
+from checkpoint.safetensors_folder import SafetensorsFolder
 
 D, F, V, LAYERS, N = 512, 2048, 16_000, 12, 8
 MEASURE = """
@@ -66,3 +71,21 @@ def test_peak_memory_above_the_weights_is_at_most_twice_the_largest(folder, dtyp
     grown, weights, largest = map(int, done.stdout.split())
     assert layer_loop == "scan" or weights > 4 * largest, "too easy: one weight is most of the model"
     assert grown <= weights + 2 * largest
+
+
+@pytest.mark.parametrize("layer_loop", ["unrolled", "scan"])
+def test_no_weight_is_read_before_the_one_before_it_is_on_its_device(folder, layer_loop, monkeypatch):
+    given, early, read, put = [], [], SafetensorsFolder.read, jax.device_put
+
+    def reading(self, name, box=()):
+        early.extend(name for value in given if not value.is_deleted() and not value.is_ready())
+        return read(self, name, box)
+
+    def putting(*args, **kwargs):
+        given.append(put(*args, **kwargs))
+        return given[-1]
+
+    monkeypatch.setattr(SafetensorsFolder, "read", reading)
+    monkeypatch.setattr(jax, "device_put", putting)
+    checkpoint.load(folder, jnp.bfloat16, layer_loop=layer_loop)
+    assert len(given) > LAYERS and not early
