@@ -1,5 +1,6 @@
 #include <cfloat>
 #include <type_traits>
+#include <utility>
 
 #include "attention.h"
 #include "matmul.h"
