@@ -39,7 +39,7 @@ CODES = {  # with a scale for every 32 weights, as GGUF's Q4_1, Q5_0 and Q8_0 an
 }
 ROWS = (1, 8, 32, 128, 512)
 DECODE_ROWS = 32  # up to so many, weights are cold; the head is multiplied with no more
-BITS = 15  # of activations: what native products round to unless told otherwise
+BITS = 8  # of activations: what native products round to unless told otherwise
 UNROLLED = {
     "native": 16,
     "xla": 4,

@@ -7,7 +7,7 @@ METHOD = (
     "prefill: prompt tokens per second, from token ids to the first new token on the host; "
     "decode: new tokens per second of all rows, greedy, from a cache that holds the given tokens in every row",
     "limit: the larger of what must be read over the reading ceiling (decode: all weights once per step, and every row's keys and values), "
-    "and of the arithmetic over the f32 ceiling (prefill: the weights but the head for every token, the head for the last, and "
+    "and of the arithmetic over its ceiling (prefill: the weights but the head for every token, the head for the last, and "
     "causal attention); as this stack stores its weights: a peer with packed weights has less to read",
     "load: from the file's name to a model with its tokenizer, without Python's imports; start to ready: the whole process, with them. "
     "Peak memory: the most that was resident until then",
@@ -27,7 +27,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     if ceilings := report["ceilings"]:
         read, product = (spread(ceilings[key], 1e9) for key in ("read_bytes_per_s", "matmul_flop_per_s"))
         parts.append(
-            f"The machine's ceilings, sampled between the rounds: reading {read} GB/s, f32 arithmetic {product} GFLOP/s "
+            f"The machine's ceilings, sampled between the rounds: reading {read} GB/s, arithmetic {product} GFLOP/s "
             f"({ceilings['how']}). The limits below take the most that was seen: other work only lowers it."
         )
     if any(case["ours"] for case in report["cases"].values()):

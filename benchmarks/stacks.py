@@ -119,14 +119,14 @@ STACKS = {
     for stack in (
         _diptych(
             "native",
-            "weights as the file stores them, activations rounded to 15 bits with a scale for every 32, KV cache in bf16",
+            "weights as the file stores them, activations rounded to 8 bits (outliers to 15) with a scale for every 32, KV cache in bf16",
             weights="native",
         ),
         _diptych(
-            "int8",
-            "as diptych-native, activations rounded to 8 bits",
+            "int16",
+            "as diptych-native, activations rounded to 15 bits",
             weights="native",
-            activations="int8",
+            activations="int16",
         ),
         _diptych("kv8", "as diptych-native, KV cache in int8", weights="native", kv_dtype="int8"),
         _diptych_in("f32"),

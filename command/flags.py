@@ -106,8 +106,9 @@ ACTIVATIONS = flags.DEFINE_enum(
     "activations",
     "auto",
     ["auto", "float", "int16", "int8"],
-    "What native products with packed weights round to, with a scale for every 32: auto is int16; int8 is faster for many tokens "
-    "at once. float does not round; with the others attention over a bf16 cache is in bf16.",
+    "What native products with packed weights round to, with a scale for every 32: auto is int8, where those with an outlier keep 15 bits; "
+    "int16 keeps 15 everywhere, for 0.7 of the speed with many tokens at once; float does not round. With int8 and int16 attention over a "
+    "bf16 cache is in bf16.",
 )
 COMPUTE = flags.DEFINE_enum("compute", "auto", ["auto", "f32", "bf16"], "Number format of activations; auto is f32 on CPU, bf16 elsewhere.")
 KV = flags.DEFINE_enum(

@@ -39,7 +39,8 @@ class TiledArray(Packed):
       input_scales, order: [I].
       outs: O...; static, as what follows.
       code, zero, activations: as of `QuantArray`.
-      rounds: bits to which products round their activations, with a scale for every 32 of them: 8, 15, or 0 if they don't.
+      rounds: bits to which products round their activations, with a scale for every 32 of them: 8 (15 where these hold an outlier), 15, or
+        0 if they don't.
     """
 
     planes: tuple[Any, ...]

@@ -16,7 +16,8 @@ def tiled(params: Any, config: ModelConfig, activation_bits: int) -> Any:
     else as they are.
 
     Args:
-      activation_bits: to which products round activations, with a scale for each 32, where weights don't say so themselves: 8, 15, or 0.
+      activation_bits: to which products round activations, with a scale for each 32, where weights don't say so themselves: 8
+        (15 where these hold an outlier), 15, or 0.
     """
 
     def one(place: str, names: tuple[str, ...], w: QuantArray) -> Any:

@@ -46,7 +46,7 @@ def activation_bits(activations: str, kernels: str, *formats: How) -> int:
     """To how many bits native products with packed weights round their activations: 8, 15, or 0 for not at all.
 
     Args:
-      activations: one of `ACTIVATIONS`; "auto" is int16, of which 15 bits are used.
+      activations: one of `ACTIVATIONS`; "auto" is int8, of which groups of 32 with an outlier have 15 bits; so have all of int16.
       kernels: as `choose_kernels` gives it.
       formats: of the weights, as `weight_formats` gives them. Those that say so themselves are multiplied with 8 bits in any case.
 
@@ -60,4 +60,4 @@ def activation_bits(activations: str, kernels: str, *formats: How) -> int:
         raise UserError(f"--activations={activations} is not what w8a8 weights say: use int8 ones, or leave it out")
     if activations in ("int16", "int8") and kernels != "native" and not all(rounding):
         raise UserError(f"--activations={activations} needs native kernels, which do not run here: leave it out, or use --weights=w8a8")
-    return {"auto": 15, "float": 0, "int16": 15, "int8": 8}[activations] if kernels == "native" else 0
+    return {"auto": 8, "float": 0, "int16": 15, "int8": 8}[activations] if kernels == "native" else 0

@@ -150,8 +150,9 @@ def load(
       layer_loop: "unrolled", or "scan", which compiles layers that repeat once: for models of many layers.
       kernels: auto (native on one CPU where they are built, else xla), xla (what JAX compiles), native (C++: products with packed weights,
         and attention over caches of f32, bf16 and int8) or pallas (on TPUs and GPUs, int8 caches excepted; notices say what it is not for).
-      activations: of native products with packed weights, which round them with a scale for every 32: auto (int16), float (not rounded),
-        int16 or int8. Where they are rounded, attention over a bf16 cache is in bf16.
+      activations: of native products with packed weights, which round them with a scale for every 32: auto (int8), float (not rounded),
+        int16 (15 bits) or int8 (15 bits where the 32 hold an outlier, else 8). Where they are rounded, attention over a bf16 cache is in
+        bf16.
 
     Raises:
       UserError: no such model, no network, a damaged file, an unknown format; one line with the remedy.

@@ -61,14 +61,16 @@ struct Rows {
   float eps;
   const float* x;     // what is multiplied: `given`, or room for the normed ones
   int64_t count;
-  int bits;           // 0: as they are; else they are rounded, to 8 bits or to 15, with a scale for each block:
-  int8_t* codes;      // [count, inputs]: of 8 bits, or the upper 8 of 15, in steps of 128
-  int8_t* low;        // [count, inputs]: what is left of 15, -64 to 63
-  float* scales;      // [count, blocks]
-  bool halves;        // groups of weights are half a block
-  int32_t zero;       // the code of weights that stands for 0
-  int32_t* starts;    // [count, blocks] or with halves [count, blocks, 2]: -zero times the sum of codes
-  float* shifts;      // likewise: the scale times this sum, which an offset is multiplied with
+  int bits;             // 0: as they are; else they are rounded, with a scale for each block: 15: to 15 bits; 8: to 8, and outliers' blocks to 15
+  int8_t* codes;        // [count, inputs]: of 8 bits, or the upper 8 of 15, in steps of the scale
+  int8_t* low;          // [count, inputs]: what is left of 15, -64 to 63, in steps of a 128th of it
+  uint8_t* wide;        // [count, blocks]: whether any of `low` is not 0
+  float* scales;        // [count, blocks]
+  bool halves;          // groups of weights are half a block
+  int32_t zero;         // the code of weights that stands for 0
+  int32_t* starts;      // [count, blocks] or with halves [count, blocks, 2]: -zero times the sum of `codes`
+  int32_t* low_starts;  // likewise, of `low`
+  float* shifts;        // likewise: the sum of the rounded numbers, which an offset is multiplied with
 };
 
 // Memory of this thread's own, which stays for its next call with the same use; aligned to 64 bytes. Not a template of the standard
@@ -111,7 +113,9 @@ inline Rows RowsFrom(Rows rows, int64_t inputs, int64_t first, int64_t count) {
   rows.codes += first * inputs;
   rows.low += first * inputs;
   rows.scales += first * blocks;
+  rows.wide += first * blocks;
   rows.starts += first * parts;
+  rows.low_starts += first * parts;
   rows.shifts += first * parts;
   return rows;
 }

@@ -41,9 +41,9 @@ int64_t Share(const int32_t* sizes, int64_t matrices, Group* groups) {
 }
 
 // x f32 [rows, I] times tiled weights: f32 [rows, O]. `present`: which of zeros, offsets, super_scales and super_offsets follow the scales,
-// then a norm [I], a residual [rows, O] and sizes int32 [E], a bit each. `bits`: those that x is rounded to, by blocks of 32: 8 or 15, or 0:
-// not. With a `gate` (see `Gate`) the result is [rows, O / 2]. With sizes the weights are E matrices, one after another, the first sizes[0]
-// rows meet the first one and so on, and rows past the last one's give 0; a matrix without rows is not read.
+// then a norm [I], a residual [rows, O] and sizes int32 [E], a bit each. `bits`: those that x is rounded to, by blocks of 32: 8 (15 those
+// of outliers), 15, or 0: not. With a `gate` (see `Gate`) the result is [rows, O / 2]. With sizes the weights are E matrices, one after
+// another, the first sizes[0] rows meet the first one and so on, and rows past the last one's give 0; a matrix without rows is not read.
 ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t present, int32_t bits, int32_t gate, float eps,
                   ffi::Buffer<ffi::F32> x, ffi::RemainingArgs rest, ffi::ResultBuffer<ffi::F32> out) {
   if (x.dimensions().size() != 2 || out->dimensions().size() != 2) return Wrong("matmul takes and gives two axes");
@@ -137,8 +137,8 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
   const bool prepared = rows.bits || rows.norm, own = prepared && rows.count <= kOwnRows;
   const auto placed = [&] {  // in memory of this thread's
     const int64_t numbers = rows.count * w.inputs, blocks = bits == 0 ? 0 : rows.count * w.blocks(), parts = rows.halves ? 2 * blocks : blocks;
-    const int64_t codes = bits == 0 ? 0 : bits == 8 ? numbers : 2 * numbers;
-    auto* memory = static_cast<char*>(Scratch(Use::kRows, (rows.norm ? 4 * numbers : 0) + 4 * blocks + 8 * parts + codes));
+    const int64_t codes = bits == 0 ? 0 : 2 * numbers;
+    auto* memory = static_cast<char*>(Scratch(Use::kRows, (rows.norm ? 4 * numbers : 0) + 5 * blocks + 12 * parts + codes));
     Rows there = rows;
     if (rows.norm) {
       there.x = reinterpret_cast<float*>(memory);
@@ -146,9 +146,11 @@ ffi::Error Matmul(ffi::ThreadPool pool, int32_t code, int32_t zero, int32_t pres
     }
     there.scales = reinterpret_cast<float*>(memory);
     there.starts = reinterpret_cast<int32_t*>(memory + 4 * blocks);
-    there.shifts = reinterpret_cast<float*>(memory + 4 * blocks + 4 * parts);
-    there.codes = reinterpret_cast<int8_t*>(memory + 4 * blocks + 8 * parts);
-    there.low = there.codes + (bits == 8 ? 0 : numbers);
+    there.low_starts = there.starts + parts;
+    there.shifts = reinterpret_cast<float*>(memory + 4 * blocks + 8 * parts);
+    there.codes = reinterpret_cast<int8_t*>(memory + 4 * blocks + 12 * parts);
+    there.low = there.codes + numbers;
+    there.wide = reinterpret_cast<uint8_t*>(there.low + numbers);
     return there;
   };
   if (prepared && !own) {

@@ -28,6 +28,7 @@ ROWS = [1, 5, 40]  # alone; not all that are multiplied at once; many
 ROUNDS = [0, 8, 15]
 ROUNDING = 2.0**-24  # of f32, relative
 SMALLEST = 2.0**-126  # XLA's threads take smaller f32 for 0
+OUTLIER = 14.5  # times a row's mean size: numbers that share a scale with a larger one have 15 bits
 LEAST = 2.0**-111  # rounds are rounded to 0 where none of those that share a scale is larger
 
 
@@ -51,9 +52,12 @@ multiply = jax.jit(native_matmul)
 
 
 def rounded(x: np.ndarray, bits: int) -> np.ndarray:
-    """f64, x in steps of 1 / 127 (15 bits: 1 / (127 * 128)) of the largest of each 32 neighbours, as f32 arithmetic finds them."""
-    parts, most = x.reshape(len(x), -1, BLOCK), np.float32({8: 127, 15: 127 * 128}[bits])
+    """f64, x in steps of 1 / 127 (15 bits: 1 / (127 * 128)) of the largest of each 32 neighbours, as f32 arithmetic finds them. Of 8 bits,
+    outliers and those beside them have 15 too."""
+    parts = x.reshape(len(x), -1, BLOCK)
     largest = np.abs(parts).max(-1, keepdims=True)
+    wide = (bits == 15) | (largest > np.float32(OUTLIER) * np.abs(x).mean(-1, dtype=np.float32)[:, None, None])
+    most = np.where(wide, np.float32(127 * 128), np.float32(127))
     usable = largest >= np.float32(LEAST)
     codes = np.rint(parts * (most / np.where(usable, largest, np.float32(1))))
     scales = np.where(usable, largest / most, np.float32(0))
@@ -83,7 +87,7 @@ def draw_rows(data: st.DataObject, kind: Kind) -> np.ndarray:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     x = rng.normal(size=(count, kind.inputs)).astype(np.float32)
     for row in range(count):
-        match data.draw(st.sampled_from(["normal", "zero", "huge", "tiny", "smallest", "mixed", "ties"])):
+        match data.draw(st.sampled_from(["normal", "zero", "huge", "tiny", "smallest", "mixed", "ties", "outliers"])):
             case "zero":
                 x[row] = 0
             case "huge":
@@ -94,6 +98,8 @@ def draw_rows(data: st.DataObject, kind: Kind) -> np.ndarray:
                 x[row] = np.float32(1e-45) * rng.integers(-9, 9, kind.inputs).astype(np.float32)
             case "mixed":
                 x[row] *= np.exp2(rng.integers(-130, 60, kind.inputs)).astype(np.float32)
+            case "outliers":
+                x[row, rng.integers(kind.inputs, size=2)] *= 30
             case "ties":
                 x[row] = rng.integers(-254, 255, kind.inputs) / np.float32(2)
                 x[row, ::BLOCK] = 127  # a scale of 1: halves are rounded to the even

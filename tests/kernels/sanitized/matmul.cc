@@ -81,15 +81,17 @@ void FuzzMatmul(Random& random, bool avx512) {
   const auto x = array<float>(rows.count * w.inputs, [&] { return ordinary || random.chance(95) ? random.normal() : random.extreme(); });
   const int64_t blocks = rows.bits ? rows.count * w.blocks() : 0;
   const auto nothing = [] { return 0; };
-  auto codes = array<int8_t>(blocks * kBlock, nothing), rest = array<int8_t>(rows.bits == 15 ? blocks * kBlock : 0, nothing);
+  auto codes = array<int8_t>(blocks * kBlock, nothing), rest = codes;
+  auto wide = array<uint8_t>(blocks, nothing);
   auto scales = array<float>(blocks, [] { return kUnwritten; });
   const int64_t parts = w.inputs / w.groups < kBlock ? 2 * blocks : blocks;
-  auto starts = array<int32_t>(parts, nothing);
+  auto starts = array<int32_t>(parts, nothing), low_starts = starts;
   auto shifts = array<float>(parts, [] { return kUnwritten; });
   const auto norm = array<float>(has_norm ? w.inputs : 0, [&] { return random.normal(); });
   auto normed = array<float>(has_norm ? x.size() : 0, [] { return kUnwritten; });
   rows.given = x.data(), rows.x = has_norm ? normed.data() : x.data(), rows.norm = has_norm ? norm.data() : nullptr, rows.eps = 1e-6f;
-  rows.codes = codes.data(), rows.low = rest.data(), rows.scales = scales.data(), rows.starts = starts.data(), rows.shifts = shifts.data();
+  rows.codes = codes.data(), rows.low = rest.data(), rows.wide = wide.data(), rows.scales = scales.data();
+  rows.starts = starts.data(), rows.low_starts = low_starts.data(), rows.shifts = shifts.data();
   rows.halves = w.inputs / w.groups < kBlock, rows.zero = w.zero;
   Describe("code %d, %lld x %lld, %lld groups, %lld supers, scales %d, zeros %d, offsets %d, %lld rows, bits %d, ordinary %d, norm %d, gate %d",
            static_cast<int>(w.code), static_cast<long long>(w.outs), static_cast<long long>(w.inputs), static_cast<long long>(w.groups),
