@@ -13,6 +13,7 @@
 #endif
 #include "avx2.h"
 namespace diptych::avx2 {
+#include "activations.inc"
 #include "matmul.inc"
 #include "attention_block.inc"
 #include "attention.inc"

@@ -13,6 +13,7 @@
 #endif
 #include "avx512.h"
 namespace diptych::avx512 {
+#include "activations.inc"
 #include "matmul.inc"
 #include "attention_block.inc"
 #include "attention_pairs.inc"

@@ -122,7 +122,9 @@ def test_products_are_those_of_the_formula_with_either_instruction_set(kind, rou
 def test_a_row_alone_is_the_row_in_company_to_the_bit(rounds, name):
     with instructions(name):
         for kind in KINDS:
-            x = np.random.default_rng(0).normal(size=(max(ROWS), kind.inputs)).astype(np.float32)
+            rng = np.random.default_rng(0)
+            x = rng.normal(size=(max(ROWS), kind.inputs)).astype(np.float32)
+            x[rng.random(x.shape) < 0.02] *= 30  # outliers: beside them a row of 8 bits is multiplied in another way, with the same result
             together = np.asarray(multiply(x, tiled(kind, rounds)))
             for row in (0, 7, 39):
                 np.testing.assert_array_equal(multiply(x[row : row + 1], tiled(kind, rounds))[0], together[row])
